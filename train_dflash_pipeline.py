@@ -1,0 +1,2767 @@
+"""Train a DFlash drafter (arXiv 2602.06036) for a frozen language model, target and drafter on ranks of their own.
+
+    # any machine, no argument: the demo target if it was prepared, else a toy; 5 target and 3 drafter ranks
+    torchrun --nproc_per_node 8 train_dflash_pipeline.py
+
+    # your model, your conversations
+    torchrun --nproc_per_node 8 train_dflash_pipeline.py --target Qwen/Qwen3-8B --train-data chats.jsonl \
+        --num-target-ranks 5 --num-epochs 3 --output-dir runs/qwen3-8b
+
+    # every flag
+    python train_dflash_pipeline.py --help
+
+Target ranks run the frozen model, capture the hidden states of a few layers with hooks, pack the padding away and
+send them. Drafter ranks receive them and train the drafter under DeepSpeed ZeRO. Only hidden states travel: which
+documents are in micro-batch m, their tokens, masks, anchors, loss weights and noise all follow from m (section 3).
+
+The file is laid out as the data flows:
+
+     1 settings     flags -> dataclasses, checked          8 target rank   documents -> hidden states, sent
+     2 topology     ranks -> roles, groups, links          9 drafter       context + mask tokens -> hidden states
+     3 text         chat rows -> token ids and loss mask  10 loss          hidden states -> loss and its gradient
+     4 plan         m -> everything but hidden states     11 checkpoints   step -> folder, folder -> step
+     5 target       name -> frozen model, or its ends     12 monitor       sums -> console, JSON, TensorBoard
+     6 capture      layer outputs -> packed rows          13 drafter rank  hidden states -> optimizer steps
+     7 transport    slot on a target -> slot on a drafter 14 main
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Iterator, Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+REPOSITORY = Path(__file__).resolve().parent
+DEMO_TARGET = REPOSITORY / "models" / "SmolLM2-135M-Instruct"  # made by tools/prepare_demo_target.py
+DEMO_DATA = REPOSITORY / "launch" / "demo_train.jsonl.gz"
+
+# Layer id i is the OUTPUT of decoder layer i, counted from 0. These are the ids for the 64-layer default target
+# (Qwen3.6-27B); `choose_fc_layer_ids` gives those of other depths.
+FC_LAYER_IDS = (1, 16, 31, 46, 61)
+VERIFIER_LAST_LAYER = 63
+
+
+class UserError(Exception):
+    """A mistake the user can mend. Shown as one line, without a traceback."""
+
+
+# ======================================================================================================================
+# 1. Settings. In: command line and YAML. Out: one checked dataclass per group of flags.
+# ======================================================================================================================
+
+
+def setting(default, help: str, **metadata):
+    """A dataclass field with the help text that `--help` shows."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class TargetArguments:
+    target: str = setting(
+        "auto",
+        "Frozen model: folder or hub id; 'toy' or 'qwen3-8b-shape' for random weights of that shape; "
+        "'auto': the demo target if tools/prepare_demo_target.py made it, else the toy.",
+    )
+    tokenizer: Optional[str] = setting(None, "Folder or hub id of the tokenizer. Default: the target's own.")
+    target_dtype: str = setting(
+        "auto",
+        "Dtype of the target and of the hidden states that travel. auto: as in its checkpoint.",
+        choices=["auto", "bfloat16", "float16", "float32"],
+    )
+    trust_remote_code: bool = setting(False, "Run Python code shipped with the model or tokenizer.")
+    num_fc_layers: int = setting(5, "Captured layers K, spread by the z-lab rule. Independent of the drafter's depth.")
+    fc_layer_ids: Optional[list[int]] = setting(
+        None, "Captured layers by id (outputs of decoder layers, counted from 0), in place of the rule."
+    )
+
+
+@dataclass
+class DrafterArguments:
+    block_size: int = setting(16, "Block size B: one real token and B-1 proposed ones.")
+    num_draft_layers: int = setting(5, "Layers of the drafter.")
+    sliding_window: int = setting(2048, "Window W of sliding layers, in tokens.")
+    num_full_attention_layers: Optional[int] = setting(
+        None, "So many of the last draft layers attend to the whole context, the others slide. Default: all of them."
+    )
+    mask_token_id: Optional[int] = setting(
+        None,
+        "Token id of the slots to fill. Default: the tokenizer's mask token, else an unused embedding row, "
+        "else a special token that the chat template never writes.",
+    )
+    init_from_target_layer: Optional[int] = setting(
+        None,
+        "Start every draft layer as a copy of this target layer, and the context as what that layer read: "
+        "a far better start for a short run.",
+    )
+
+
+@dataclass
+class DataArguments:
+    train_data: Optional[list[str]] = setting(
+        None,
+        "JSONL files (.gz too) of chat rows: messages, ShareGPT conversations, or prompt and response. "
+        "Default: the demo's.",
+    )
+    max_document_tokens: Optional[int] = setting(
+        None, "Longer documents are counted and left out. Default: --tokens-per-micro-batch."
+    )
+    tokens_per_micro_batch: int = setting(1024, "Packed length N of a micro-batch, in tokens.")
+    anchors_per_micro_batch: int = setting(32, "Blocks A trained per micro-batch, at most.")
+    loss: str = setting(
+        "ce",
+        "ce: cross-entropy on the text. kl: KL divergence from the target's own distribution.",
+        choices=["ce", "kl"],
+    )
+    loss_gamma: Optional[float] = setting(
+        None, "Slot k weighs exp(-(k-1)/gamma). Default: 7, 5, 4 for B = 16, 10, 8, else B/2."
+    )
+    noise_std: float = setting(0.0, "Standard deviation of the Gaussian noise added to the captured states.")
+    noise_schedule: str = setting(
+        "constant", "How the noise goes over the run.", choices=["constant", "linear", "cosine"]
+    )
+    seed: int = setting(0, "Seed of the initial weights, the order of the data, the anchors and the noise.")
+
+
+@dataclass
+class OptimizationArguments:
+    max_steps: int = setting(20, "Optimizer steps.")
+    num_epochs: Optional[float] = setting(None, "Passes over the data; takes the place of --max-steps.")
+    gradient_accumulation_steps: int = setting(1, "Micro-batches per drafter rank and optimizer step.")
+    learning_rate: float = setting(6e-4, "Peak learning rate.")
+    warmup_ratio: float = setting(0.04, "Share of the steps in which the learning rate rises linearly.")
+    min_lr_ratio: float = setting(0.1, "Share of the peak at which the cosine ends.")
+    adam_beta1: float = setting(0.9, "AdamW beta 1.")
+    adam_beta2: float = setting(0.95, "AdamW beta 2.")
+    weight_decay: float = setting(0.0, "AdamW weight decay.")
+    max_grad_norm: float = setting(1.0, "Gradient clipping by global norm; 0 turns it off.")
+    deepspeed: str = setting(
+        str(REPOSITORY / "ds_configs" / "zero2.json"), "DeepSpeed JSON; its 'auto' values are filled from these flags."
+    )
+
+
+@dataclass
+class PipelineArguments:
+    num_target_ranks: str = setting("auto", "Target ranks; the others train. auto: five eighths, one of each at least.")
+    async_postprocess: bool = setting(
+        True, "Pack, noise and send on a side stream and thread while the target computes the next forward."
+    )
+    split_fc_layers: bool = setting(
+        True, "Send the K layers as K tensors and join them on the drafter; else join and add noise on the target."
+    )
+    prefetch_depth: int = setting(2, "Slots per rank: micro-batches in flight.")
+    verify_transfers: bool = setting(False, "Send a checksum with every payload and compare it.")
+    transport_timeout: float = setting(600.0, "Seconds any rank waits for another before it gives up.")
+    device: str = setting(
+        "auto",
+        "auto: CUDA when every local rank has a GPU of its own, else the CPU.",
+        choices=["auto", "cuda", "cpu"],
+    )
+    compile: bool = setting(True, "Compile the drafter's layers (CUDA only).")
+
+
+@dataclass
+class RunArguments:
+    output_dir: str = setting("runs/dflash", "Where checkpoints, metrics.jsonl and TensorBoard files go.")
+    save_every: int = setting(0, "Steps between checkpoints; the last step is always saved.")
+    keep_checkpoints: int = setting(2, "Newest checkpoints kept.")
+    resume: str = setting("auto", "auto: from the output folder's newest checkpoint, if any; a checkpoint's path; never.")
+    log_every: int = setting(1, "Steps between console lines; metrics.jsonl and TensorBoard get every step.")
+
+
+@dataclass
+class Arguments:
+    """All flags, by group. Field names are unique across groups, so that flags and YAML keys are flat."""
+
+    target: TargetArguments
+    drafter: DrafterArguments
+    data: DataArguments
+    optimization: OptimizationArguments
+    pipeline: PipelineArguments
+    run: RunArguments
+
+    def flat(self) -> dict:
+        """Every setting as one flat dict, as printed, saved and compared."""
+        return {k: v for group in dataclasses.fields(self) for k, v in vars(getattr(self, group.name)).items()}
+
+
+ARGUMENT_GROUPS = (
+    TargetArguments, DrafterArguments, DataArguments, OptimizationArguments, PipelineArguments, RunArguments,
+)  # fmt: skip
+
+
+def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
+    """Flags, over the defaults of `--config FILE.yaml`, over the built-in defaults.
+
+    Raises UserError for an unknown flag or key, a wrong type or a value that cannot work.
+    """
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message} (--help lists the flags)")
+
+    parser = Parser(
+        list(ARGUMENT_GROUPS), description=__doc__.split("\n", 1)[0], prog="train_dflash_pipeline.py", allow_abbrev=False
+    )
+    parser.add_argument("--config", help="YAML file of flag defaults, one `key: value` a flag.")
+    argv = sys.argv[1:] if argv is None else argv
+    with_config = Parser([], add_help=False, allow_abbrev=False)
+    with_config.add_argument("--config")
+    config_path = with_config.parse_known_args(argv)[0].config
+    if config_path is not None:
+        parser.set_defaults(**read_yaml_defaults(config_path))
+    namespace = parser.parse_args(argv)
+    groups = [G(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(G)}) for G in ARGUMENT_GROUPS]
+    args = Arguments(*groups)
+    check_arguments(args)
+    return args
+
+
+def read_yaml_defaults(path: str) -> dict:
+    """The flag defaults of a YAML file; its keys may use hyphens or underscores."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: expected `key: value` lines")
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    known = {f.name: f for G in ARGUMENT_GROUPS for f in dataclasses.fields(G)}
+    for key, value in values.items():
+        if key not in known:
+            raise UserError(f"--config {path}: unknown key '{key}'")
+        kind = known[key].type
+        if kind in (int, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise UserError(f"--config {path}: {key} must be a number, not {value!r}")
+        if kind is bool and not isinstance(value, bool):
+            raise UserError(f"--config {path}: {key} must be true or false, not {value!r}")
+    return values
+
+
+def check_arguments(args: Arguments) -> None:
+    """Raise UserError for values that no run could use, before anything is loaded."""
+    drafter, data, optim, pipe, run = args.drafter, args.data, args.optimization, args.pipeline, args.run
+    at_least = [
+        ("--num-fc-layers", args.target.num_fc_layers, 1),
+        ("--block-size", drafter.block_size, 2),
+        ("--num-draft-layers", drafter.num_draft_layers, 1),
+        ("--sliding-window", drafter.sliding_window, 1),
+        ("--tokens-per-micro-batch", data.tokens_per_micro_batch, 2),
+        ("--anchors-per-micro-batch", data.anchors_per_micro_batch, 1),
+        ("--noise-std", data.noise_std, 0),
+        ("--seed", data.seed, 0),
+        ("--max-steps", optim.max_steps, 1),
+        ("--gradient-accumulation-steps", optim.gradient_accumulation_steps, 1),
+        ("--prefetch-depth", pipe.prefetch_depth, 1),
+        ("--transport-timeout", pipe.transport_timeout, 1),
+        ("--save-every", run.save_every, 0),
+        ("--keep-checkpoints", run.keep_checkpoints, 1),
+        ("--log-every", run.log_every, 1),
+    ]
+    for flag, value, least in at_least:
+        if value < least:
+            raise UserError(f"{flag} {value}: must be at least {least}")
+    if data.loss_gamma is not None and data.loss_gamma <= 0:
+        raise UserError(f"--loss-gamma {data.loss_gamma}: must be above 0")
+    if optim.num_epochs is not None and optim.num_epochs <= 0:
+        raise UserError(f"--num-epochs {optim.num_epochs}: must be above 0")
+    full = drafter.num_full_attention_layers
+    if full is not None and not 0 <= full <= drafter.num_draft_layers:
+        raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
+    if pipe.num_target_ranks != "auto" and not pipe.num_target_ranks.isdigit():
+        raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, or auto")
+    if (data.max_document_tokens or 0) > data.tokens_per_micro_batch:
+        raise UserError("--max-document-tokens must not exceed --tokens-per-micro-batch: a document is never cut")
+    for path in data.train_data or []:
+        if not Path(path).is_file():
+            raise UserError(f"--train-data {path}: no such file")
+    if not Path(optim.deepspeed).is_file():
+        raise UserError(f"--deepspeed {optim.deepspeed}: no such file")
+
+
+def learning_rate_at(step: int, total_steps: int, args: OptimizationArguments) -> float:
+    """Linear warm-up to the peak, then a cosine down to its `min_lr_ratio` at the last step (steps from 0)."""
+    warmup = max(1, round(args.warmup_ratio * total_steps))
+    if step < warmup:
+        return args.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - 1 - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return args.learning_rate * (args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine)
+
+
+def noise_std_at(step: int, total_steps: int, args: DataArguments) -> float:
+    """Noise of one optimizer step: constant, or falling to 0 along a line or a cosine."""
+    progress = step / max(1, total_steps)
+    share = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return args.noise_std * share[args.noise_schedule]
+
+
+# ======================================================================================================================
+# 2. Topology. In: torchrun's environment. Out: this rank's role, its process group and its links to the other role.
+# ======================================================================================================================
+# DeepSpeed takes the whole torch world for its own. So each role gets a world of its own: rank and size within the
+# role, on one store under a prefix. Links across roles are two-rank groups on the same store.
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who this process is. Target ranks come first, then drafter ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    num_targets: int
+
+    @property
+    def num_drafters(self) -> int:
+        return self.world_size - self.num_targets
+
+    @property
+    def role(self) -> str:
+        return "target" if self.rank < self.num_targets else "drafter"
+
+    @property
+    def role_rank(self) -> int:
+        return self.rank if self.role == "target" else self.rank - self.num_targets
+
+    @property
+    def role_size(self) -> int:
+        return self.num_targets if self.role == "target" else self.num_drafters
+
+    def target_of(self, m: int) -> int:
+        """Target (rank within its role) that computes micro-batch m. Any fixed function of m gives the same run."""
+        return m % self.num_targets
+
+    def drafter_of(self, m: int) -> int:
+        """Drafter (rank within its role) that trains on micro-batch m."""
+        return m % self.num_drafters
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """All (target, drafter) that ever exchange a micro-batch, in the one order in which links are made."""
+        period = math.lcm(self.num_targets, self.num_drafters)
+        return sorted({(self.target_of(m), self.drafter_of(m)) for m in range(period)})
+
+    def name(self, role: str, role_rank: int) -> str:
+        """How messages call a rank: 'drafter 0 (rank 5)'."""
+        return f"{role} {role_rank} (rank {role_rank + (self.num_targets if role == 'drafter' else 0)})"
+
+    def __str__(self) -> str:
+        return self.name(self.role, self.role_rank)
+
+
+def read_topology(num_target_ranks: str) -> Topology:
+    """Topology from torchrun's environment. Raises UserError when the roles cannot be laid out."""
+    if "RANK" not in os.environ:
+        raise UserError("start with torchrun, for example: torchrun --nproc_per_node 2 train_dflash_pipeline.py")
+    rank, world, local_rank, local_world = (
+        int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if world < 2:
+        raise UserError("one rank cannot hold both roles: start at least 2 (torchrun --nproc_per_node 2)")
+    num_targets = max(1, world * 5 // 8) if num_target_ranks == "auto" else int(num_target_ranks)
+    if not 1 <= num_targets < world:
+        raise UserError(
+            f"--num-target-ranks {num_targets} of {world} ranks leaves {max(0, world - num_targets)} drafter ranks: "
+            f"both roles need at least 1"
+        )
+    return Topology(rank, world, local_rank, local_world, num_targets)
+
+
+def choose_device(requested: str, topology: Topology) -> torch.device:
+    """`--device`: CUDA needs one GPU per local rank."""
+    gpus = torch.cuda.device_count() if requested != "cpu" else 0
+    if requested == "cuda" and gpus < topology.local_world_size:
+        raise UserError(f"--device cuda: {topology.local_world_size} ranks on this host, but {gpus} GPUs")
+    if requested == "auto" and gpus < topology.local_world_size:
+        if topology.local_rank == 0:
+            print(f"device: CPU ({topology.local_world_size} ranks on this host, {gpus} GPUs)", flush=True)
+        gpus = 0
+    return torch.device("cuda", topology.local_rank) if gpus else torch.device("cpu")
+
+
+@dataclass
+class Link:
+    """The two-rank groups between one target (its rank 0) and one drafter (its rank 1)."""
+
+    control: object  # gloo: headers and credits, on the CPU
+    payload: object  # NCCL or gloo: hidden states
+    peer: int  # 0 or 1: the other side's rank in both groups
+    peer_name: str
+
+
+class Fabric:
+    """All process groups of one rank: the role's default group, the world's control group and the links.
+
+    The store outlives a restart of the workers by `torchrun --max-restarts`, so every key carries the attempt's number.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout_s: float):
+        self.topology, self.device = topology, device
+        self.timeout = timedelta(seconds=timeout_s)
+        base, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=self.timeout)))
+        self.attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store = dist.PrefixStore(self.attempt, base)
+        self.world = self.role_control = None
+        self.links: dict[int, Link] = {}  # by the peer's rank within its role
+
+    def connect(self) -> None:
+        """Make every group that the run will use, in one fixed order, so that nothing is made lazily later."""
+        topology, device = self.topology, self.device
+        self.world = self._gloo("world", topology.rank, topology.world_size)
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(topology.role_rank), str(topology.role_size)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"role/{topology.role}", self.store),
+            rank=topology.role_rank,
+            world_size=topology.role_size,
+            timeout=self.timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self.role_control = self._gloo(f"role/{topology.role}/control", topology.role_rank, topology.role_size)
+        for target, drafter in topology.pairs():
+            if (topology.role, topology.role_rank) not in (("target", target), ("drafter", drafter)):
+                continue
+            side = 0 if topology.role == "target" else 1
+            key = f"link/{target}-{drafter}"
+            control = self._gloo(f"{key}/control", side, 2)
+            payload = self._payload_group(f"{key}/payload", side)
+            peer_role, peer = ("drafter", drafter) if side == 0 else ("target", target)
+            self.links[peer] = Link(control, payload, 1 - side, topology.name(peer_role, peer))
+
+    def _gloo(self, key: str, rank: int, size: int):
+        return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=self.timeout)
+
+    def _payload_group(self, key: str, side: int):
+        """A connected two-rank group for hidden states. NCCL makes its communicator here, not in the first step."""
+        if self.device.type == "cpu":
+            return self._gloo(key, side, 2)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self.store), side, 2, options)
+        probe = torch.zeros(1, device=self.device)
+        (group.send([probe], 1, 0) if side == 0 else group.recv([probe], 0, 0)).wait()
+        torch.cuda.synchronize(self.device)
+        return group
+
+    def check_same_everywhere(self, identity: dict) -> None:
+        """Compare `identity` with rank 0's over the store; raise UserError naming the first difference."""
+        if self.topology.rank == 0:
+            self.store.set("identity", json.dumps(identity))
+        reference = json.loads(self.store.get("identity"))
+        mine = json.loads(json.dumps(identity))
+        for key in mine:
+            if mine[key] != reference.get(key):
+                raise UserError(f"ranks disagree on {key}: {mine[key]} here, {reference.get(key)} on rank 0")
+
+    def close(self) -> None:
+        """Wait for every rank, then shut links down before the role's group."""
+        self.world.barrier().wait()
+        self.links.clear()
+        dist.destroy_process_group()
+
+
+class FailureBoard:
+    """The store key that holds the first failure, and a thread that ends this process once somebody wrote it.
+
+    It uses a store connection of its own: the main one may be blocked in a wait.
+    """
+
+    def __init__(self, attempt: str, topology: Topology):
+        self.topology = topology
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+        self.store = dist.PrefixStore(attempt, client)
+        self.finished = threading.Event()
+        threading.Thread(target=self._watch, name="failure-watch", daemon=True).start()
+
+    def report(self, cause: str) -> str:
+        """Write `cause` unless another rank was first; returns the first cause, once the others had time to read it."""
+        self.finished.set()
+        try:
+            first = self.store.compare_set("failure", "", cause).decode()
+            time.sleep(2.0)
+        except Exception:  # the store is gone: our own cause is all we know
+            first = cause
+        return first
+
+    def _watch(self) -> None:
+        while not self.finished.wait(0.5):
+            try:
+                if self.store.check(["failure"]):
+                    self._end(self.store.get("failure").decode())
+            except Exception as error:
+                if not self.finished.wait(2.0):
+                    self._end(f"the rendezvous store is gone: {first_line(error)}")
+
+    def _end(self, cause: str) -> None:
+        if not self.finished.is_set():
+            print(f"[{self.topology}] stopping: {cause}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = str(error).strip().split("\n", 1)[0]
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+# ======================================================================================================================
+# 3. Text. In: JSONL chat rows and a tokenizer. Out: `Documents`: token ids with a loss mask on assistant tokens.
+# ======================================================================================================================
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass
+class Documents:
+    """Tokenised text. Document i is the slice offsets[i]:offsets[i+1] of the flat arrays.
+
+    token_ids int32 [total], loss_mask bool [total], offsets int64 [count + 1], rows int64 [count]: the row of the
+    input (over all files, from 0) each document came from. `dropped` counts the rows left out, by reason.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+    dropped: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for array in (self.token_ids, self.loss_mask, self.offsets):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()[:16]
+
+    def summary(self) -> str:
+        text = (
+            f"{len(self):,} documents, {self.offsets[-1]:,} tokens, {self.loss_mask.mean():.0%} supervised, "
+            f"longest {self.lengths.max():,}"
+        )
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
+        return text + f"; rows left out: {reasons or 'none'}"
+
+
+def byte_tokenizer():
+    """The tokenizer of random targets: one token a byte, ChatML. Needs no download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    special = dict(eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, **special)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def load_tokenizer(args: TargetArguments):
+    """The tokenizer, with a chat template and character offsets, or UserError."""
+    if args.tokenizer is None and args.target in RANDOM_TARGETS:
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer or args.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {name} has no chat template: give one that has with --tokenizer")
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer of {name} gives no character offsets: a fast tokenizer is needed")
+    return tokenizer
+
+
+def read_rows(paths: list[str]) -> Iterator[dict]:
+    """The JSON objects of JSONL files (.gz too), in order. Raises UserError naming file and line of a broken one."""
+    for path in paths:
+        opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+        with opened as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: not valid JSON ({first_line(error)})") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
+                yield row
+
+
+def row_messages(row: dict) -> list[dict]:
+    """The chat of a row in any of the three formats, as `messages`. Raises ValueError (the reason) if it has none."""
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+    messages = row.get("messages")
+    if isinstance(row.get("conversations"), list):
+        turns = [turn for turn in row["conversations"] if isinstance(turn, dict)]
+        messages = [{"role": SHAREGPT_ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("without a conversation")
+    if not any(m.get("role") == "assistant" and m.get("content") for m in messages):
+        raise ValueError("without an assistant turn")
+    return messages
+
+
+class ChatTokenizer:
+    """Chat rows -> (token ids, loss mask), with the tokenizer's own template.
+
+    A turn's span is what the rendered chat has beyond the generation prompt: the answer and its end-of-turn token.
+    What the template itself writes before the answer (an empty think block, say) is not supervised.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def render(self, messages: list[dict], row: dict, generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=row.get("tools"), tokenize=False, add_generation_prompt=generation_prompt
+        )
+
+    def documents(self, row: dict) -> list[tuple[list[int], list[bool]]]:
+        """One document, or one per assistant turn where the template rewrites earlier turns.
+
+        Raises ValueError, its text the reason, when the row gives no document with a supervised token.
+        """
+        messages = row_messages(row)
+        try:
+            full = self.render(messages, row, False)
+            turns = [self._turn(messages, j, row) for j, m in enumerate(messages) if m.get("role") == "assistant"]
+        except ValueError:
+            raise
+        except Exception:  # templates raise what they like: jinja's TemplateError, TypeError on odd content, ...
+            raise ValueError("refused by the chat template") from None
+        if all(full.startswith(text) for text, _, _ in turns):
+            turns = [(full, [span for _, spans, _ in turns for span in spans], turns[-1][2])]
+        cut_off = row.get("finish_reason") == "length"
+        documents = [self._tokenise(text, spans, cut_off and last) for text, spans, last in turns]
+        documents = [(ids, mask) for ids, mask in documents if any(mask)]
+        if not documents:
+            raise ValueError("without a supervised token")
+        return documents
+
+    def _turn(self, messages: list[dict], j: int, row: dict) -> tuple[str, list[tuple[int, int, int]], bool]:
+        """(chat up to and with turn j, [(answer start, answer end, turn end)] in characters, is it the last turn)."""
+        prompt = self.render(messages[:j], row, True)
+        text = self.render(messages[: j + 1], row, False)
+        if not text.startswith(prompt) or len(text) == len(prompt):
+            raise ValueError("whose chat template does not continue its own generation prompt")
+        content = messages[j].get("content")
+        answer = content.strip() if isinstance(content, str) else ""
+        start = text.find(answer, len(prompt)) if answer else -1
+        if start < 0:  # the template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's
+            return text, [(len(prompt), len(text.rstrip()), len(text))], j == len(messages) - 1
+        return text, [(start, start + len(answer), len(text))], j == len(messages) - 1
+
+    def _tokenise(self, text: str, spans: list[tuple[int, int, int]], cut_off: bool) -> tuple[list[int], list[bool]]:
+        """Tokenise rendered chat; supervise each span's answer and the first special token after it.
+
+        A last answer that was cut off by a length limit ends the document: no end of turn is invented for it.
+        """
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        mask = [False] * len(ids)
+        for number, (start, answer_end, turn_end) in enumerate(spans):
+            for i, (begin, end) in enumerate(offsets):
+                if begin < start or begin >= turn_end:
+                    continue
+                if begin >= answer_end:
+                    if cut_off and number == len(spans) - 1:
+                        return ids[:i], mask[:i]
+                    if ids[i] in self.special_ids:
+                        mask[i] = True
+                        break
+                else:
+                    mask[i] = end > begin
+        return ids, mask
+
+
+def tokenise_rows(paths: list[str], tokenizer, max_tokens: int, show_progress: bool) -> Documents:
+    """Read and tokenise every row. Rows that give no usable document are counted by reason."""
+    from tqdm import tqdm
+
+    chat, dropped = ChatTokenizer(tokenizer), Counter()
+    ids, masks, rows = [], [], []
+    bar = tqdm(read_rows(paths), desc="tokenising", unit=" rows", disable=not show_progress, leave=False)
+    for number, row in enumerate(bar):
+        try:
+            documents = chat.documents(row)
+        except ValueError as reason:
+            dropped[str(reason)] += 1
+            continue
+        for token_ids, mask in documents:
+            if len(token_ids) > max_tokens:
+                dropped[f"over {max_tokens} tokens"] += 1
+                continue
+            ids.append(np.array(token_ids, np.int32))
+            masks.append(np.array(mask, bool))
+            rows.append(number)
+    if not ids:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "the files are empty"
+        raise UserError(f"no usable row in {', '.join(paths)}: {reasons}")
+    offsets = np.cumsum([0] + [len(x) for x in ids])
+    return Documents(np.concatenate(ids), np.concatenate(masks), offsets, np.array(rows), dict(dropped))
+
+
+def load_documents(args: Arguments, tokenizer, topology: Topology, store) -> Documents:
+    """Tokenise once per host (local rank 0), into a cache that its other ranks map into memory.
+
+    The cache's name is a hash of the files, the tokenizer, its template and the limits, so a stale one is never read.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    paths = args.data.train_data or [str(DEMO_DATA)]
+    max_tokens = args.data.max_document_tokens or args.data.tokens_per_micro_batch
+    key = hashlib.sha256(json.dumps([tokenizer.chat_template, max_tokens, "layout 1"]).encode())
+    key.update(tokenizer.backend_tokenizer.to_str().encode())
+    for path in paths:
+        key.update(Path(path).read_bytes())
+    cache = Path(args.run.output_dir) / "data" / f"{key.hexdigest()[:16]}.safetensors"
+    done = f"data/{os.environ.get('GROUP_RANK', '0')}"
+    if topology.local_rank == 0:
+        if not cache.exists():
+            documents = tokenise_rows(paths, tokenizer, max_tokens, show_progress=topology.rank == 0)
+            arrays = dict(ids=documents.token_ids, mask=documents.loss_mask, offsets=documents.offsets,
+                          rows=documents.rows)  # fmt: skip
+            arrays["dropped"] = np.frombuffer(json.dumps(documents.dropped).encode(), np.uint8)
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            partial = cache.with_suffix(f".{os.getpid()}.tmp")
+            save_file(arrays, partial)
+            partial.replace(cache)
+        store.set(done, "1")
+    wait_for_key(store, done, f"[{topology}] waiting for local rank 0 to tokenise the data")
+    arrays = load_file(cache)
+    dropped = json.loads(arrays.pop("dropped").tobytes())
+    return Documents(arrays["ids"], arrays["mask"], arrays["offsets"], arrays["rows"], dropped)
+
+
+def wait_for_key(store, key: str, what: str, announce_every_s: float = 60.0) -> None:
+    """Wait without limit for a store key (a failing rank ends us through the FailureBoard); say so now and then."""
+    said = time.monotonic()
+    while not store.check([key]):
+        time.sleep(0.05)
+        if time.monotonic() - said > announce_every_s:
+            print(what, flush=True)
+            said = time.monotonic()
+
+
+def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int]) -> int:
+    """The mask token's id: `--mask-token-id`, else the tokenizer's, else an embedding row beyond the tokenizer's
+    last id, else a special token that the chat template never writes. Never bos, eos, pad or unk.
+
+    Raises UserError when there is none, or when the requested one is taken or outside the embedding.
+    """
+    taken = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id,
+             "unk": tokenizer.unk_token_id}  # fmt: skip
+    if requested is not None:
+        if not 0 <= requested < embedding_rows:
+            raise UserError(f"--mask-token-id {requested}: the target's embedding has rows 0 to {embedding_rows - 1}")
+        for name, token in taken.items():
+            if requested == token:
+                raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
+        return requested
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    beyond = max(tokenizer.get_vocab().values()) + 1
+    if beyond < embedding_rows:
+        return beyond
+    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.special and token_id not in taken.values() and token.content not in tokenizer.chat_template:
+            return token_id
+    raise UserError("no token is free to serve as mask token: name one with --mask-token-id")
+
+
+# ======================================================================================================================
+# 4. Plan. In: documents, seed, micro-batch number m. Out: everything about m but its hidden states, on any rank.
+# ======================================================================================================================
+
+
+def random_stream(*key: int) -> np.random.Generator:
+    """A generator that depends on its key alone, so that no state is ever carried or saved."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+EPOCH_STREAM, ANCHOR_STREAM, NOISE_STREAM = 1, 2, 3
+
+
+def pack_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, open_packs: int = 16) -> list[np.ndarray]:
+    """Shuffle all documents and lay them into packs of at most `budget` tokens; every document is used once.
+
+    First fit over the last `open_packs` open packs: with documents of mixed lengths the packs are nearly full.
+    """
+    order = random_stream(seed, EPOCH_STREAM, epoch).random(len(lengths)).argsort(kind="stable")
+    packs, room, open_ids = [], [], []
+    for document in order.tolist():
+        length = int(lengths[document])
+        place = next((p for p in open_ids if room[p] >= length), None)
+        if place is None:
+            place = len(packs)
+            packs.append([])
+            room.append(budget)
+            open_ids = open_ids[1 - open_packs :] + [place] if open_packs > 1 else [place]
+        packs[place].append(document)
+        room[place] -= length
+    return [np.array(pack) for pack in packs]
+
+
+def loss_gamma(block_size: int) -> float:
+    """Decay of the slot weights (DFlash paper: 7, 5, 4 for blocks of 16, 10, 8)."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Micro-batch m without its hidden states: documents laid end to end, padded to N rows.
+
+    documents: indices, longest first · lengths: their tokens · num_tokens: their sum, at most N
+    token_ids, document_ids (-1 in the tail), position_ids int64 [N] · loss_mask bool [N]
+    anchor_rows int64 [A], ascending; the first num_anchors are used, the rest are 0
+    labels int64 [A, B] and weights float32 [A, B]: slot k predicts the token at anchor + k; weight 0 is untrained
+    """
+
+    m: int
+    documents: np.ndarray
+    lengths: np.ndarray
+    num_tokens: int
+    token_ids: np.ndarray
+    document_ids: np.ndarray
+    position_ids: np.ndarray
+    loss_mask: np.ndarray
+    anchor_rows: np.ndarray
+    num_anchors: int
+    labels: np.ndarray
+    weights: np.ndarray
+    noise_std: float
+    noise_seed: int
+
+    @property
+    def weight_sum(self) -> float:
+        return float(self.weights.sum(dtype=np.float64))
+
+
+class Planner:
+    """Plans of one run: `plan(m)` is a pure function of (dataset fingerprint, seed, m), the same on every rank."""
+
+    def __init__(self, documents: Documents, args: Arguments, num_drafters: int):
+        self.documents, self.data = documents, args.data
+        self.tokens, self.anchors = args.data.tokens_per_micro_batch, args.data.anchors_per_micro_batch
+        self.block = args.drafter.block_size
+        gamma = args.data.loss_gamma or loss_gamma(self.block)
+        self.slot_weights = np.exp(-(np.arange(self.block) - 1) / gamma).astype(np.float32)
+        self.slot_weights[0] = 0.0
+        self.micro_batches_per_step = num_drafters * args.optimization.gradient_accumulation_steps
+        self.total_steps = args.optimization.max_steps
+        self.epoch_starts = [0]  # epoch_starts[e]: number of the first micro-batch of epoch e
+        self.plan = functools.lru_cache(maxsize=4 * self.micro_batches_per_step)(self._plan)
+        self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
+        if (epochs := args.optimization.num_epochs) is not None:
+            whole = sum(len(self.epoch(e)) for e in range(int(epochs)))
+            part = round((epochs % 1) * len(self.epoch(int(epochs)))) if epochs % 1 else 0
+            self.total_steps = max(1, -(-(whole + part) // self.micro_batches_per_step))
+
+    def _epoch(self, epoch: int) -> list[np.ndarray]:
+        return pack_epoch(self.documents.lengths, self.tokens, self.data.seed, epoch)
+
+    def locate(self, m: int) -> tuple[int, int]:
+        """(epoch, pack within it) of micro-batch m."""
+        while self.epoch_starts[-1] <= m:
+            self.epoch_starts.append(self.epoch_starts[-1] + len(self.epoch(len(self.epoch_starts) - 1)))
+        epoch = next(e for e in reversed(range(len(self.epoch_starts))) if self.epoch_starts[e] <= m)
+        return epoch, m - self.epoch_starts[epoch]
+
+    def _plan(self, m: int) -> BatchPlan:
+        epoch, index = self.locate(m)
+        documents = self.epoch(epoch)[index]
+        lengths = self.documents.lengths[documents]
+        longest_first = np.argsort(-lengths, kind="stable")  # the target's length buckets are then contiguous
+        documents, lengths = documents[longest_first], lengths[longest_first]
+        used = int(lengths.sum())
+        token_ids, document_ids = np.zeros(self.tokens, np.int64), np.full(self.tokens, -1)
+        position_ids, loss_mask = np.zeros(self.tokens, np.int64), np.zeros(self.tokens, bool)
+        row = 0
+        for i, (document, length) in enumerate(zip(documents, lengths)):
+            source = slice(self.documents.offsets[document], self.documents.offsets[document + 1])
+            rows = slice(row, row + length)
+            token_ids[rows], loss_mask[rows] = self.documents.token_ids[source], self.documents.loss_mask[source]
+            document_ids[rows], position_ids[rows] = i, np.arange(length)
+            row += length
+        anchor_rows, num_anchors = self._draw_anchors(m, document_ids, loss_mask)
+        labels, weights = self._label(token_ids, document_ids, loss_mask, anchor_rows, num_anchors)
+        std = noise_std_at(m // self.micro_batches_per_step, self.total_steps, self.data)
+        noise_seed = int(random_stream(self.data.seed, NOISE_STREAM, m).integers(2**62))
+        return BatchPlan(m, documents, lengths, used, token_ids, document_ids, position_ids, loss_mask,
+                         anchor_rows, num_anchors, labels, weights, std, noise_seed)  # fmt: skip
+
+    def _draw_anchors(self, m: int, document_ids, loss_mask) -> tuple[np.ndarray, int]:
+        """Up to A rows, uniformly without replacement, where the row and the next are supervised in one document."""
+        valid = loss_mask[:-1] & loss_mask[1:] & (document_ids[:-1] == document_ids[1:])
+        candidates = np.flatnonzero(valid)
+        chosen = random_stream(self.data.seed, ANCHOR_STREAM, m).random(len(candidates)).argsort(kind="stable")
+        chosen = np.sort(candidates[chosen[: self.anchors]])
+        return np.pad(chosen, (0, self.anchors - len(chosen))), len(chosen)
+
+    def _label(self, token_ids, document_ids, loss_mask, anchor_rows, num_anchors) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and weights [A, B]: slots count up to the first unsupervised token or document end, never after."""
+        rows = anchor_rows[:, None] + np.arange(self.block)
+        inside = rows < self.tokens
+        rows = np.minimum(rows, self.tokens - 1)
+        counts = inside & loss_mask[rows] & (document_ids[rows] == document_ids[anchor_rows][:, None])
+        counts = np.logical_and.accumulate(counts, axis=1)
+        counts[num_anchors:] = False
+        return token_ids[rows], (counts * self.slot_weights).astype(np.float32)
+
+    def micro_batches(self, step: int) -> range:
+        """The numbers that optimizer step `step` consumes."""
+        return range(step * self.micro_batches_per_step, (step + 1) * self.micro_batches_per_step)
+
+    def step_weight(self, step: int) -> float:
+        """Sum of loss weights over the whole global batch of a step: the divisor of its loss, known in advance."""
+        return sum(self.plan(m).weight_sum for m in self.micro_batches(step))
+
+
+# ======================================================================================================================
+# 5. Target. In: a name. Out: the whole frozen model (target ranks), or only its embedding, final norm and head.
+# ======================================================================================================================
+
+# Random weights in real shapes, built on the device: nothing to download. The toy also serves tests.
+RANDOM_TARGETS = {
+    "toy": dict(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, dtype="float32",
+    ),
+    "qwen3-8b-shape": dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+}  # fmt: skip
+
+
+def choose_target(args: TargetArguments) -> None:
+    """Resolve `--target auto` in place, and say so."""
+    if args.target == "auto":
+        args.target = str(DEMO_TARGET) if (DEMO_TARGET / "config.json").exists() else "toy"
+        if os.environ.get("RANK", "0") == "0":
+            note = "" if args.target != "toy" else " (random weights; tools/prepare_demo_target.py makes a real one)"
+            print(f"target: {args.target}{note}", flush=True)
+
+
+def load_target_config(args: TargetArguments):
+    """The target's transformers config, with `dtype` resolved to a torch dtype."""
+    from transformers import AutoConfig, Qwen3Config
+
+    if args.target in RANDOM_TARGETS:
+        config = Qwen3Config(**RANDOM_TARGETS[args.target], tie_word_embeddings=False)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"cannot load --target {args.target}: {first_line(error)}") from None
+    name = args.target_dtype
+    if name == "auto":
+        name = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
+    config.dtype = config.get_text_config().dtype = getattr(torch, name)
+    return config
+
+
+def choose_fc_layer_ids(num_layers: int, args: TargetArguments) -> tuple[int, ...]:
+    """`--fc-layer-ids`, else K layers by the z-lab rule: n // 2 for one, else round(1 + j * (n - 4) / (K - 1)).
+
+    Raises UserError when ids repeat, are unsorted or lie outside the target.
+    """
+    k = args.num_fc_layers
+    if args.fc_layer_ids is not None:
+        ids = tuple(args.fc_layer_ids)
+    elif k == 1:
+        ids = (num_layers // 2,)
+    else:
+        ids = tuple(round(1 + j * (num_layers - 4) / (k - 1)) for j in range(k))
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
+        raise UserError(
+            f"captured layers {list(ids)} of a target with {num_layers} layers: ids must rise and lie in "
+            f"0..{num_layers - 1}; set --fc-layer-ids or a smaller --num-fc-layers"
+        )
+    return ids
+
+
+def random_weight(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A normal(0, 0.02) matrix that depends on its name alone: ranks of both roles make the same one."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape, device=device, dtype=dtype).normal_(0, 0.02, generator=generator)
+
+
+def load_target(args: TargetArguments, config, device: torch.device) -> nn.Module:
+    """The whole frozen target in eval mode, straight onto its device."""
+    from transformers import AutoModelForCausalLM
+
+    if args.target in RANDOM_TARGETS:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+            module.weight.data = random_weight(name, module.weight.shape, device, config.dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.target, dtype=config.dtype, device_map={"": device}, trust_remote_code=args.trust_remote_code
+        )
+    return model.eval().requires_grad_(False)
+
+
+class FrozenEnds(nn.Module):
+    """The target's embedding, final norm and LM head, as the drafter uses them. No gradient reaches its weights.
+
+    embed(ids) -> [.., H], scaled as the target scales it (Gemma) · head_weight [V, H] · logits soft-capped by `softcap`
+    """
+
+    def __init__(self, embedding: Tensor, head: Tensor, norm: nn.Module, embed_scale: float, softcap: Optional[float]):
+        super().__init__()
+        self.register_buffer("embedding", embedding)
+        self.register_buffer("head_weight", head)
+        self.norm = norm.requires_grad_(False)
+        self.embed_scale, self.softcap = embed_scale, softcap
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.embedding)
+        return rows if self.embed_scale == 1.0 else rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] -> [.., V] in fp32, soft-capped."""
+        return soft_cap((hidden.to(self.head_weight.dtype) @ self.head_weight.T).float(), self.softcap)
+
+
+def soft_cap(logits: Tensor, cap: Optional[float]) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def load_frozen_ends(args: TargetArguments, config, device: torch.device, dtype: torch.dtype) -> FrozenEnds:
+    """Read the three ends out of the target's safetensors (single, sharded, tied or not), and nothing else of it.
+
+    A skeleton on the meta device gives the norm's class and the embedding's scale.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    norm = skeleton.get_decoder().norm.to_empty(device=device)
+    scale = float(getattr(skeleton.get_input_embeddings(), "scalar_embed_scale", 1.0))
+    if args.target in RANDOM_TARGETS:
+        shape = (text.vocab_size, text.hidden_size)
+        embedding, head = (random_weight(name, shape, device, config.dtype) for name in ("embedding", "head"))
+        norm_weight = torch.ones(text.hidden_size)
+    else:
+        files = safetensors_index(args.target)
+        embedding_key = only_key(files, r"(^|\.)embed_tokens\.weight$", args.target)
+        norm_key = embedding_key.replace("embed_tokens.weight", "norm.weight")
+        tied = config.tie_word_embeddings
+        head_key = embedding_key if tied else only_key(files, r"(^|\.)lm_head\.weight$", args.target)
+        embedding = read_tensor(files, embedding_key, args.target)
+        head = embedding if tied else read_tensor(files, head_key, args.target)
+        norm_weight = read_tensor(files, norm_key, args.target)
+    norm.load_state_dict({"weight": norm_weight})
+    softcap = getattr(text, "final_logit_softcapping", None)
+    # Rounded to the target's dtype first: the drafter sees exactly the numbers that the target uses.
+    embedding, head = (x.to(config.dtype).to(device, dtype) for x in (embedding, head))
+    return FrozenEnds(embedding, head, norm.to(device, dtype), scale, softcap)
+
+
+def safetensors_index(target: str) -> dict[str, Path]:
+    """Tensor name -> safetensors file, of a local folder or a hub id."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Optional[str]:
+        return cached_file(target, name, _raise_exceptions_for_missing_entries=False)
+
+    if index := find("model.safetensors.index.json"):
+        names = json.loads(Path(index).read_text())["weight_map"]
+        shards = {shard: find(shard) for shard in set(names.values())}
+        if missing := sorted(shard for shard, path in shards.items() if path is None):
+            raise UserError(f"{target}: shard {missing[0]} is missing")
+        return {name: Path(shards[shard]) for name, shard in names.items()}
+    if single := find("model.safetensors"):
+        with safe_open(single, "pt") as file:
+            return {name: Path(single) for name in file.keys()}
+    raise UserError(f"{target}: no safetensors weights found (model.safetensors, single or sharded)")
+
+
+def only_key(files: dict[str, Path], pattern: str, target: str) -> str:
+    """The one tensor name of the text model that matches."""
+    keys = [key for key in files if re.search(pattern, key) and not re.search(r"visual|vision|audio", key)]
+    if len(keys) != 1:
+        raise UserError(f"{target}: expected one tensor named like {pattern}, found {keys or 'none'}")
+    return keys[0]
+
+
+def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
+    from safetensors import safe_open
+
+    if key not in files:
+        raise UserError(f"{target}: tensor {key} is missing")
+    with safe_open(files[key], "pt") as file:
+        return file.get_tensor(key)
+
+
+# ======================================================================================================================
+# 6. Capture. In: a forward pass over padded documents. Out: rows of real tokens, packed, with or without noise.
+# ======================================================================================================================
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of the text model, also inside a multimodal wrapper."""
+    depth = model.config.get_text_config().num_hidden_layers
+    found = [
+        module for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth and re.search(r"(^|\.)(layers|h|blocks)$", name)
+        and not re.search(r"visual|vision|audio", name)
+    ]  # fmt: skip
+    if len(found) != 1:
+        raise UserError(f"{type(model).__name__}: found {len(found)} lists of {depth} decoder layers, expected one")
+    return found[0]
+
+
+def packed_index(lengths, max_length: int) -> Tensor:
+    """Rows of real tokens in a padded batch flattened to [batch * Lmax]: int64 [sum(lengths)], in batch order."""
+    lengths = np.asarray(lengths, np.int64)
+    starts = np.arange(len(lengths)) * max_length
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(np.repeat(starts, lengths) + within)
+
+
+class HookCapture:
+    """Forward hooks that keep the outputs of chosen decoder layers, and the packing of what they kept.
+
+    `captured[layer_id]` is [batch, Lmax, H], documents padded on the right. The packing methods need only
+    `fc_layer_ids`, `verifier_last_layer` (None: not wanted) and `captured`, so an instance made with
+    `HookCapture.__new__` and given those three packs without any model.
+    """
+
+    def __init__(self, model: nn.Module, fc_layer_ids, verifier_last_layer: Optional[int] = None):
+        self.fc_layer_ids, self.verifier_last_layer = tuple(fc_layer_ids), verifier_last_layer
+        self.captured: dict[int, Tensor] = {}
+        layers = decoder_layers(model)
+        self.handles = [layers[i].register_forward_hook(functools.partial(self._keep, i)) for i in self._wanted()]
+
+    def _wanted(self) -> list[int]:
+        last = [] if self.verifier_last_layer is None else [self.verifier_last_layer]
+        return sorted({*self.fc_layer_ids, *last})
+
+    def _keep(self, layer_id: int, module, inputs, output) -> None:
+        if layer_id in self.captured:
+            raise RuntimeError(f"layer {layer_id} fired twice in one forward pass")
+        self.captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+    def take(self) -> "HookCapture":
+        """Move what one forward pass left here into an instance of its own, ready for the next pass.
+
+        Raises RuntimeError if a layer did not fire.
+        """
+        if missing := [i for i in self._wanted() if i not in self.captured]:
+            raise RuntimeError(f"layers {missing} did not fire in the forward pass")
+        shot = HookCapture.__new__(HookCapture)
+        shot.fc_layer_ids, shot.verifier_last_layer = self.fc_layer_ids, self.verifier_last_layer
+        shot.captured, self.captured = self.captured, {}
+        return shot
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def pack_into(self, lengths, layers: list[Tensor], last: Optional[Tensor]) -> None:
+        """Gather the real tokens of every captured layer straight into `layers` (K views [N, H]) and `last` [N, H].
+
+        The views may be columns of one [N, K*H] tensor: packed and split form differ in nothing but the views.
+        """
+        some = self.captured[self.fc_layer_ids[0]]
+        if len(lengths) != some.shape[0] or max(lengths) > some.shape[1]:
+            raise ValueError(f"lengths {list(lengths)} do not fit captured layers of shape {tuple(some.shape)}")
+        index = to_device(packed_index(lengths, some.shape[1]), some.device)
+        targets = list(zip(self.fc_layer_ids, layers))
+        if self.verifier_last_layer is not None:
+            targets.append((self.verifier_last_layer, last))
+        for layer_id, out in targets:
+            if out.shape[0] != len(index):
+                raise ValueError(f"{len(index)} tokens do not fit {out.shape[0]} rows")
+            torch.index_select(self.captured[layer_id].flatten(0, 1), 0, index, out=out)
+
+    def get_hidden_states_packed(self, lengths) -> tuple[Tensor, Optional[Tensor]]:
+        """(hidden [1, N, K*H], verifier_last [1, N, H] or None): rows of real tokens in batch order."""
+        some = self.captured[self.fc_layer_ids[0]]
+        hidden = some.new_empty(int(sum(lengths)), len(self.fc_layer_ids) * some.shape[2])
+        last = None if self.verifier_last_layer is None else some.new_empty(hidden.shape[0], some.shape[2])
+        self.pack_into(lengths, list(hidden.split(some.shape[2], dim=1)), last)
+        return hidden[None], None if last is None else last[None]
+
+    def get_hidden_state_layer_packs(self, lengths) -> tuple[list[Tensor], Optional[Tensor]]:
+        """(list of K tensors [1, N, H], verifier_last [1, N, H] or None): `get_hidden_states_packed` before joining."""
+        some = self.captured[self.fc_layer_ids[0]]
+        layers = [some.new_empty(int(sum(lengths)), some.shape[2]) for _ in self.fc_layer_ids]
+        last = None if self.verifier_last_layer is None else torch.empty_like(layers[0])
+        self.pack_into(lengths, layers, last)
+        return [layer[None] for layer in layers], None if last is None else last[None]
+
+
+def add_noise_(hidden: Tensor, std: float, seed: int) -> Tensor:
+    """Add Gaussian noise in place to the joined states [N, K*H], whichever side does it, from a generator of its own."""
+    if std > 0:
+        generator = torch.Generator(hidden.device).manual_seed(seed)
+        hidden.add_(torch.randn(hidden.shape, generator=generator, device=hidden.device, dtype=hidden.dtype), alpha=std)
+    return hidden
+
+
+class Span:
+    """Time of one stage, from construction to `end()`: by CUDA events on the current stream, else by the host clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks = [self._mark()]
+
+    def _mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self) -> "Span":
+        self.marks.append(self._mark())
+        return self
+
+    def wait(self) -> None:
+        """Make the current stream wait for the end of the stage."""
+        if self.cuda:
+            torch.cuda.current_stream().wait_event(self.marks[1])
+
+    def ms(self) -> float:
+        """Milliseconds; waits for the stage to be over."""
+        if not self.cuda:
+            return (self.marks[1] - self.marks[0]) * 1e3
+        self.marks[1].synchronize()
+        return self.marks[0].elapsed_time(self.marks[1])
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting: through pinned memory, which the allocator keeps until the copy is done."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# ======================================================================================================================
+# 7. Transport. In: captured layers on a target rank. Out: the same rows in a slot of a drafter rank.
+# ======================================================================================================================
+# For every micro-batch: the target announces it with a header, the drafter answers with a credit once it has a free
+# slot, then both post the payload. So no NCCL kernel waits on the device for the other side. A pair's stream ends with
+# END (from the target: no more to come) or STOP (from the drafter, in place of a credit). Both sides go through their
+# micro-batches in ascending order, the end included, so no cycle of waits can close.
+
+MAGIC, PROTOCOL = 0x44464C415348, 1
+ANNOUNCE, END = 1, 2
+GRANT, STOP = 3, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Header:
+    """What a target says before a payload: int64 on the wire, in this order. Times in microseconds, for the monitor."""
+
+    magic: int = MAGIC
+    protocol: int = PROTOCOL
+    status: int = ANNOUNCE
+    m: int = 0
+    tokens: int = 0
+    width: int = 0  # K * H
+    dtype: int = 0  # index into DTYPES
+    split: int = 0
+    last: int = 0  # 1: verifier_last follows
+    checksum: int = 0
+    stop_requested: int = 0  # a signal reached the target
+    forward_us: int = 0
+    pack_us: int = 0
+    wait_us: int = 0
+
+    def to_tensor(self) -> Tensor:
+        return torch.tensor(dataclasses.astuple(self), dtype=torch.int64)
+
+    @classmethod
+    def empty_tensor(cls) -> Tensor:
+        return torch.zeros(len(dataclasses.fields(cls)), dtype=torch.int64)
+
+
+class TransportError(RuntimeError):
+    """A message that is late, out of order or not what was announced."""
+
+
+class Slot:
+    """Memory for the hidden states of one micro-batch. It has one owner at a time."""
+
+    def __init__(self, number: int, tokens: int, num_layers: int, hidden_size: int, with_last: bool, dtype, device):
+        self.number, self.tokens, self.num_layers, self.hidden_size = number, tokens, num_layers, hidden_size
+        self.owner = "free"
+        self.hidden = torch.zeros(tokens * num_layers * hidden_size, dtype=dtype, device=device)
+        self.last = torch.zeros(tokens * hidden_size, dtype=dtype, device=device) if with_last else None
+        self.in_use = torch.cuda.Event() if torch.device(device).type == "cuda" else None  # the owner's last kernel
+
+    def joined(self, n: int) -> Tensor:
+        """The packed form: [n, K*H]."""
+        return self.hidden[: n * self.num_layers * self.hidden_size].view(n, -1)
+
+    def layers(self, n: int, split: bool) -> list[Tensor]:
+        """K views [n, H]: tensors laid end to end if split, else columns of the packed form."""
+        if split:
+            return list(self.hidden[: n * self.num_layers * self.hidden_size].view(self.num_layers, n, -1))
+        return list(self.joined(n).split(self.hidden_size, dim=1))
+
+    def verifier_last(self, n: int) -> Optional[Tensor]:
+        return None if self.last is None else self.last[: n * self.hidden_size].view(n, -1)
+
+    def messages(self, n: int) -> list[Tensor]:
+        """The payload for n tokens, as bytes: one message, two with verifier_last."""
+        parts = [self.hidden[: n * self.num_layers * self.hidden_size]]
+        parts += [] if self.last is None else [self.last[: n * self.hidden_size]]
+        return [part.view(torch.uint8) for part in parts]
+
+    def checksum(self, n: int) -> int:
+        """Position-dependent sum over the payload's 16- or 32-bit words."""
+        total = 0
+        for part in self.messages(n):
+            words = part.view(torch.int16 if self.hidden.element_size() == 2 else torch.int32).to(torch.int64)
+            places = torch.arange(1, len(words) + 1, device=words.device) % 65521
+            total = total * 31 + int((words * places).sum())
+        return total % 2**62
+
+
+class SlotRing:
+    """A fixed set of slots and who owns them. A slot goes free only after its owner's kernels are done."""
+
+    def __init__(self, count: int, timeout_s: float, **slot_shape):
+        self.slots = [Slot(i, **slot_shape) for i in range(count)]
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.error: Optional[BaseException] = None
+        self.closing = False
+
+    def acquire(self, owner: str) -> Optional[Slot]:
+        """The next free slot for `owner`, waiting for one; None once the ring is closing.
+
+        Raises TransportError after the time-out, or the error that stopped the other thread.
+        """
+        with self.changed:
+            ready = self.changed.wait_for(lambda: self._free() or self.error or self.closing, self.timeout_s)
+            if self.error:
+                raise self.error
+            if self.closing:
+                return None
+            if not ready:
+                raise TransportError(f"no slot became free within {self.timeout_s:.0f} s")
+            slot = self._free()
+            slot.owner = owner
+        if slot.in_use is not None:
+            slot.in_use.synchronize()
+        return slot
+
+    def hand_over(self, slot: Slot, giver: str, taker: str) -> None:
+        """Change the owner. On CUDA the giver's work on the current stream is recorded as what the taker waits for."""
+        if slot.owner != giver:
+            raise RuntimeError(f"slot {slot.number} belongs to {slot.owner}, not to {giver}")
+        if slot.in_use is not None:
+            slot.in_use.record()
+        with self.changed:
+            slot.owner = taker
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake and fail whoever waits for a slot."""
+        with self.changed:
+            self.error = error
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Wake whoever waits for a slot: none will be needed."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+
+    def count(self, owner: str) -> int:
+        return sum(slot.owner == owner for slot in self.slots)
+
+    def _free(self) -> Optional[Slot]:
+        return next((slot for slot in self.slots if slot.owner == "free"), None)
+
+
+def post(operation, link: Link, m: int, what: str) -> None:
+    """Run one blocking send or receive; its error names the peer, m and what was awaited."""
+    try:
+        operation().wait()
+    except RuntimeError as error:
+        raise TransportError(f"{what} for micro-batch {m}, peer {link.peer_name}: {first_line(error)}") from None
+
+
+def side_stream(device: torch.device):
+    """A stream for transfers beside the compute stream; on the CPU, nothing."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@dataclass
+class SendJob:
+    """One micro-batch on its way: the captured layers stay alive here until the pack kernels are done."""
+
+    plan: BatchPlan
+    shots: list[tuple[HookCapture, slice]]  # one per forward pass, with the documents it covered
+    slot: Slot
+    forward: Span
+    wait_ms: float  # how long the target waited for the slot
+
+
+class HiddenStateSender:
+    """Target side: packs captured layers into a slot and sends it, in line or on a thread and stream of its own.
+
+    Both ways run `_process`, job after job in the order of m.
+    """
+
+    def __init__(self, fabric: Fabric, ring: SlotRing, args: PipelineArguments, stop_requested: threading.Event):
+        self.fabric, self.ring, self.args, self.stop_requested = fabric, ring, args, stop_requested
+        self.device = fabric.device
+        self.ended: set[int] = set()  # drafters whose stream is over
+        self.stopping = False  # a drafter said STOP: the run ends early
+        self.jobs: queue.Queue = queue.Queue()
+        self.thread = None
+        if args.async_postprocess:
+            self.thread = threading.Thread(target=self._run, name="postprocess", daemon=True)
+            self.thread.start()
+
+    def submit(self, job: "SendJob | int") -> None:
+        """Hand over one micro-batch, in order of m; or a bare m past the end, to end the stream that awaits it.
+
+        Raises what went wrong with an earlier one.
+        """
+        if self.ring.error:
+            raise self.ring.error
+        if self.thread is None:
+            self._process(job)
+        else:
+            self.jobs.put(job)
+
+    def finish(self) -> None:
+        """Wait until everything submitted is sent."""
+        if self.thread is not None:
+            self.jobs.put(None)
+            self.thread.join()
+        if self.ring.error:
+            raise self.ring.error
+
+    def _run(self) -> None:
+        try:
+            with side_stream(self.device):
+                while (job := self.jobs.get()) is not None:
+                    self._process(job)
+        except BaseException as error:  # re-raised on the main thread by submit() or finish()
+            self.ring.fail(error)
+
+    def _process(self, job: "SendJob | int") -> None:
+        m = job if isinstance(job, int) else job.plan.m
+        drafter = self.fabric.topology.drafter_of(m)
+        if isinstance(job, int) or self.stopping:
+            self._end_stream(m, drafter)
+            if not isinstance(job, int):
+                self.ring.hand_over(job.slot, "filling", "free")
+            return
+        link = self.fabric.links[drafter]
+        self._control_send(link, self._pack(job))
+        if self._await_credit(link, m):
+            for message in job.slot.messages(job.plan.num_tokens):
+                post(lambda: link.payload.send([message], link.peer, 0), link, m, "sending the payload")
+        else:
+            self.ended.add(drafter)
+            self.stopping = True
+        self.ring.hand_over(job.slot, "sending", "free")
+
+    def _end_stream(self, m: int, drafter: int) -> None:
+        if drafter not in self.ended:
+            self._control_send(self.fabric.links[drafter], Header(status=END, m=m))
+            self.ended.add(drafter)
+
+    def _pack(self, job: SendJob) -> Header:
+        """Fill the slot from the captured layers and let those go; returns the header that announces it."""
+        plan, slot, split = job.plan, job.slot, self.args.split_fc_layers
+        n, row = plan.num_tokens, 0
+        job.forward.wait()
+        span = Span(self.device)
+        layers, last = slot.layers(n, split), slot.verifier_last(n)
+        for shot, documents in job.shots:
+            lengths = plan.lengths[documents]
+            rows = slice(row, row + int(lengths.sum()))
+            shot.pack_into(lengths, [layer[rows] for layer in layers], None if last is None else last[rows])
+            row = rows.stop
+        if row != n:
+            raise RuntimeError(f"micro-batch {plan.m}: {row} rows of hidden states for {n} tokens")
+        if not split:
+            add_noise_(slot.joined(n), plan.noise_std, plan.noise_seed)
+        pack_ms = span.end().ms()  # also: the pack kernels are done, so the captured layers may go
+        job.shots.clear()
+        self.ring.hand_over(slot, "filling", "sending")
+        return Header(
+            m=plan.m, tokens=n, width=slot.num_layers * slot.hidden_size, dtype=DTYPES.index(slot.hidden.dtype),
+            split=int(split), last=int(last is not None), stop_requested=int(self.stop_requested.is_set()),
+            checksum=slot.checksum(n) if self.args.verify_transfers else 0,
+            forward_us=int(job.forward.ms() * 1e3), pack_us=int(pack_ms * 1e3), wait_us=int(job.wait_ms * 1e3),
+        )  # fmt: skip
+
+    def _control_send(self, link: Link, header: Header) -> None:
+        post(lambda: link.control.send([header.to_tensor()], link.peer, 0), link, header.m, "sending the header")
+
+    def _await_credit(self, link: Link, m: int) -> bool:
+        """True when the drafter grants m, False when it stops."""
+        credit = torch.zeros(2, dtype=torch.int64)
+        post(lambda: link.control.recv([credit], link.peer, 0), link, m, "waiting for the credit")
+        answer, granted_m = credit.tolist()
+        if granted_m != m or answer not in (GRANT, STOP):
+            raise TransportError(f"{link.peer_name} answered {answer} for micro-batch {granted_m}, expected {m}")
+        return answer == GRANT
+
+
+class HiddenStateReceiver:
+    """Drafter side: receives this rank's micro-batches in order of m, in line or on a thread ahead of the training."""
+
+    def __init__(self, fabric: Fabric, ring: SlotRing, planner: Planner, first_m: int, args: PipelineArguments):
+        self.fabric, self.ring, self.planner, self.args = fabric, ring, planner, args
+        topology = fabric.topology
+        self.numbers = itertools.count(first_m + topology.role_rank, topology.num_drafters)
+        self.last_m = planner.total_steps * planner.micro_batches_per_step
+        self.ended: set[int] = set()  # targets whose stream is over
+        self.stopping = threading.Event()
+        self.target_asked_stop = threading.Event()
+        self.target_times: dict[str, float] = defaultdict(float)  # sums of ms since the monitor last took them
+        self.ready: queue.Queue = queue.Queue()
+        self.stream = side_stream(fabric.device)
+        self.thread = None
+        if args.async_postprocess:
+            self.thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+            self.thread.start()
+
+    def get(self, m: int) -> Slot:
+        """The slot that holds micro-batch m, complete. Raises TransportError when it does not come."""
+        if self.thread is None:
+            with self.stream:
+                self._exchange()
+        try:
+            received_m, slot = self.ready.get(timeout=self.args.transport_timeout)
+        except queue.Empty:
+            raise TransportError(f"waited {self.args.transport_timeout:.0f} s for micro-batch {m}") from None
+        if slot is None:
+            raise received_m
+        if received_m != m:
+            raise RuntimeError(f"micro-batch {received_m} came in place of {m}")
+        self.ring.hand_over(slot, "receiving", "training")
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Give back a slot; its memory is reused only after the kernels enqueued so far are done."""
+        self.ring.hand_over(slot, "training", "free")
+
+    def finish(self) -> None:
+        """Answer what targets still announce with STOP, until all their streams are over."""
+        self.stopping.set()
+        self.ring.close()
+        if self.thread is not None:
+            self.thread.join()
+        else:
+            while len(self.ended) < len(self.fabric.links):
+                self._exchange()
+        if self.ring.error:
+            raise self.ring.error
+
+    def _run(self) -> None:
+        try:
+            with self.stream:
+                while len(self.ended) < len(self.fabric.links):
+                    self._exchange()
+        except BaseException as error:  # re-raised on the main thread by get() or finish()
+            self.ring.error = error
+            self.ready.put((error, None))
+
+    def _exchange(self) -> None:
+        """One header, and the payload it announces."""
+        m = next(self.numbers)
+        target = self.fabric.topology.target_of(m)
+        if target in self.ended:
+            return
+        link = self.fabric.links[target]
+        header = self._receive_header(link, m)
+        if header.status == END:
+            self.ended.add(target)
+            return
+        slot = None
+        if m < self.last_m and not self.stopping.is_set():
+            slot = self.ring.acquire("receiving")
+        answer = torch.tensor([STOP if slot is None else GRANT, m], dtype=torch.int64)
+        post(lambda: link.control.send([answer], link.peer, 0), link, m, "sending the credit")
+        if slot is None:
+            self.ended.add(target)
+            return
+        for message in slot.messages(header.tokens):
+            post(lambda: link.payload.recv([message], link.peer, 0), link, m, "receiving the payload")
+        if slot.in_use is not None:
+            slot.in_use.record()
+            slot.in_use.synchronize()
+        if self.args.verify_transfers and slot.checksum(header.tokens) != header.checksum:
+            raise TransportError(f"micro-batch {m} from {link.peer_name}: checksum differs, the payload was changed")
+        for name in ("forward", "pack", "wait"):
+            self.target_times[name] += getattr(header, f"{name}_us") / 1e3
+        self.ready.put((m, slot))
+
+    def _receive_header(self, link: Link, m: int) -> Header:
+        """The next header, checked against the plan."""
+        words = Header.empty_tensor()
+        post(lambda: link.control.recv([words], link.peer, 0), link, m, "waiting for the header")
+        header = Header(*words.tolist())
+        if (header.magic, header.protocol) != (MAGIC, PROTOCOL):
+            raise TransportError(f"{link.peer_name} sent no valid header (magic {header.magic:#x}, expected {MAGIC:#x})")
+        if header.stop_requested:
+            self.target_asked_stop.set()
+        if header.status == END:
+            return header
+        slot = self.ring.slots[0]
+        expected = Header(
+            m=m, tokens=self.planner.plan(m).num_tokens, width=slot.num_layers * slot.hidden_size,
+            dtype=DTYPES.index(slot.hidden.dtype), split=int(self.args.split_fc_layers), last=int(slot.last is not None),
+        )  # fmt: skip
+        for name in ("status", "m", "tokens", "width", "dtype", "split", "last"):
+            got, want = getattr(header, name), getattr(expected, name)
+            if got != want:
+                raise TransportError(f"header of micro-batch {m} from {link.peer_name}: {name} is {got}, expected {want}")
+        return header
+
+
+# ======================================================================================================================
+# 8. Target rank. In: the plan of every m that is this rank's. Out: hidden states on their way to the drafters.
+# ======================================================================================================================
+
+
+def length_buckets(lengths: np.ndarray, fill: float = 0.75) -> list[slice]:
+    """Cut documents, longest first, into forward passes in which each is at least `fill` as long as the longest."""
+    starts = [0]
+    for i, length in enumerate(lengths):
+        if length < fill * lengths[starts[-1]]:
+            starts.append(i)
+    return [slice(a, b) for a, b in zip(starts, starts[1:] + [len(lengths)])]
+
+
+class TargetRunner:
+    """The frozen target with its hooks: plan -> captured layers."""
+
+    def __init__(self, model: nn.Module, fc_layer_ids: tuple[int, ...], with_last: bool, device: torch.device):
+        layers = decoder_layers(model)
+        last = len(layers) - 1 if with_last else None
+        self.capture = HookCapture(model, fc_layer_ids, last)
+        if not with_last:
+            del layers[fc_layer_ids[-1] + 1 :]  # nobody reads what the later layers compute
+        self.decoder, self.device = model.get_decoder(), device
+
+    @torch.no_grad()
+    def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
+        """Run the documents of a plan, padded on the right within buckets of similar length.
+
+        Causal layers never let a real token see the padding after it, so no mask is needed.
+        """
+        shots, row = [], 0
+        for documents in length_buckets(plan.lengths):
+            lengths = plan.lengths[documents]
+            rows = slice(row, row + int(lengths.sum()))
+            padded = torch.zeros(len(lengths) * int(lengths[0]), dtype=torch.int64)
+            padded[packed_index(lengths, int(lengths[0]))] = torch.from_numpy(plan.token_ids[rows])
+            ids = to_device(padded.view(len(lengths), -1), self.device)
+            self.decoder(input_ids=ids, use_cache=False)
+            shots.append((self.capture.take(), documents))
+            row = rows.stop
+        return shots
+
+
+def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested) -> None:
+    """Compute every micro-batch of this rank in order, then end each drafter's stream."""
+    topology, device = fabric.topology, fabric.device
+    sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested)
+    last_m = planner.total_steps * planner.micro_batches_per_step
+    period = math.lcm(topology.num_targets, topology.num_drafters)
+    mine = (m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
+    for m in mine:
+        if m >= last_m or sender.stopping:
+            break
+        plan = planner.plan(m)
+        forward = Span(device)
+        shots = runner.forward(plan)
+        forward.end()
+        started = time.perf_counter()
+        slot = ring.acquire("filling")
+        sender.submit(SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
+    for end in range(m, m + period, topology.num_targets):  # every drafter, in the order in which they await it
+        sender.submit(end)
+    sender.finish()
+
+
+# ======================================================================================================================
+# 9. Drafter. In: packed hidden states, anchors, mask tokens. Out: a hidden state for every slot of every block.
+# ======================================================================================================================
+# The architecture and tensor names of z-lab's DFlashDraftModel: Qwen3-style layers in which the slots of a block attend
+# to the target's features before the anchor and to their own block. Here a micro-batch has no batch dimension: N rows of
+# context from all documents, Q = A * B slots, and a mask that says who sees whom.
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Geometry of a drafter; `to_json` / `from_json` are the `config.json` that z-lab's code, SGLang and vLLM read."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+
+    @classmethod
+    def for_target(cls, text_config, args: DrafterArguments, layer_ids: tuple[int, ...], mask_token_id: int):
+        """A drafter with the target's width and heads, plain RoPE over the whole head, and the flags' depth."""
+        depth = args.num_draft_layers
+        full = depth if args.num_full_attention_layers is None else args.num_full_attention_layers
+        heads = text_config.num_attention_heads
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per kind of layer
+        return cls(
+            hidden_size=text_config.hidden_size,
+            intermediate_size=text_config.intermediate_size,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text_config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+            rms_norm_eps=text_config.rms_norm_eps,
+            rope_theta=float(rope.get("rope_theta") or getattr(text_config, "rope_theta", None) or 1e4),
+            max_position_embeddings=text_config.max_position_embeddings,
+            vocab_size=text_config.vocab_size,
+            block_size=args.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=layer_ids,
+            num_target_layers=text_config.num_hidden_layers,
+            layer_types=("sliding_attention",) * (depth - full) + ("full_attention",) * full,
+            sliding_window=args.sliding_window,
+        )
+
+    def to_json(self) -> dict:
+        values = dataclasses.asdict(self)
+        mask, ids = values.pop("mask_token_id"), list(values.pop("target_layer_ids"))
+        slides = "sliding_attention" in self.layer_types
+        return values | {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dflash_config": {"mask_token_id": mask, "target_layer_ids": ids, "block_size": self.block_size},
+            "layer_types": list(self.layer_types),
+            "use_sliding_window": slides,
+            "sliding_window": self.sliding_window if slides else None,
+            "max_window_layers": 0 if slides else self.num_hidden_layers,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict) -> "DrafterConfig":
+        """Raises UserError when a key is missing: nothing is guessed."""
+        nested = values.get("dflash_config", {})
+        merged = values | {k: nested[k] for k in ("mask_token_id", "target_layer_ids", "block_size") if k in nested}
+        merged["sliding_window"] = merged.get("sliding_window") or 2048
+        try:
+            merged = {f.name: merged[f.name] for f in dataclasses.fields(cls)}
+        except KeyError as error:
+            raise UserError(f"the drafter's config.json has no {error}") from None
+        return cls(**merged | {k: tuple(merged[k]) for k in ("target_layer_ids", "layer_types")})
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, 1, head_dim] each, of positions [T]; angles in fp32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of [T, heads, head_dim], halves rotated against each other."""
+    cos, sin = rope
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """Attention of q [Q, heads, D] over k, v [T, kv_heads, D] -> [Q, heads * D].
+
+    mask: bool [Q, T] for SDPA, a flex BlockMask, or None when every query sees every key.
+    """
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if mask is None or isinstance(mask, Tensor):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    else:
+        out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+class DraftAttention(nn.Module):
+    """Slots query the context and the slots; the context only gives keys and values."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)
+
+    def keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor]:
+        """Rows [T, H] -> rotated keys and values, [T, kv_heads, D] each."""
+        return rotate(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
+
+    def forward(self, slots: Tensor, slot_rope, context_kv: tuple[Tensor, Tensor], mask) -> Tensor:
+        q = rotate(self.q_norm(self.heads(self.q_proj(slots))), slot_rope)
+        k, v = (torch.cat(pair) for pair in zip(context_kv, self.keys_values(slots, slot_rope)))
+        return self.o_proj(attend(q, k, v, mask))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.self_attn, self.mlp = DraftAttention(c), DraftMLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, slots: Tensor, slot_rope, context: Tensor, context_rope, mask) -> Tensor:
+        return self.block(slots, slot_rope, self.self_attn.keys_values(context, context_rope), mask)
+
+    def block(self, slots: Tensor, slot_rope, context_kv: tuple[Tensor, Tensor], mask) -> Tensor:
+        """The layer with the context's keys and values given: all that decoding with a cache needs."""
+        slots = slots + self.self_attn(self.input_layernorm(slots), slot_rope, context_kv, mask)
+        return slots + self.mlp(self.post_attention_layernorm(slots))
+
+
+class DFlashDrafter(nn.Module):
+    """The trained module. It holds no frozen weight: embedding and head are the target's (`FrozenEnds`)."""
+
+    def __init__(self, config: DrafterConfig, seed: int = 0):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0.0, 0.02, generator=generator)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_tables(positions, self.config.head_dim, self.config.rope_theta, self.hidden_norm.weight.dtype)
+
+    def context(self, features: Tensor) -> Tensor:
+        """Captured states [N, K*H] -> context rows [N, H]."""
+        return self.hidden_norm(self.fc(features.to(self.hidden_norm.weight.dtype)))
+
+    def forward(self, features: Tensor, context_positions: Tensor, slots: Tensor, slot_positions: Tensor, masks: dict):
+        """Hidden states of all slots, before the LM head.
+
+        features [N, K*H] · context_positions [N] · slots [Q, H], embeddings · slot_positions [Q]
+        masks: layer type -> mask [Q, N + Q], dense or block, see `visibility`
+        """
+        context, context_rope = self.context(features), self.rope(context_positions)
+        slots, slot_rope = slots.to(context.dtype), self.rope(slot_positions)
+        for layer, kind in zip(self.layers, self.config.layer_types):
+            slots = layer(slots, slot_rope, context, context_rope, masks[kind])
+        return self.norm(slots)
+
+
+@torch.no_grad()
+def init_from_target_layer(drafter: DFlashDrafter, layer_id: int, args: TargetArguments) -> None:
+    """Copy a target layer into every draft layer, and start the context as what that layer read.
+
+    fc selects the captured layer nearest below `layer_id` and hidden_norm is the layer's input norm, so keys and values
+    of the context start as the target's own (exactly so when layer_id - 1 is captured). The final norm is not copied.
+    Raises UserError when the target's layer has other tensors than a draft layer, or other shapes.
+    """
+    ids, hidden_size = drafter.config.target_layer_ids, drafter.config.hidden_size
+    below = [j for j, captured in enumerate(ids) if captured < layer_id]
+    if args.target in RANDOM_TARGETS or not below or layer_id >= drafter.config.num_target_layers:
+        raise UserError(
+            f"--init-from-target-layer {layer_id}: needs a target with weights on disk and a layer above the first "
+            f"captured one ({ids[0]}) and below {drafter.config.num_target_layers}"
+        )
+    files = safetensors_index(args.target)
+    prefix = only_key(files, rf"(^|\.)layers\.{layer_id}\.input_layernorm\.weight$", args.target)
+    prefix = prefix.removesuffix("input_layernorm.weight")
+    source = {key.removeprefix(prefix): read_tensor(files, key, args.target) for key in files if key.startswith(prefix)}
+    optional = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}  # Llama has none: they stay 1
+    for layer in drafter.layers:
+        own = layer.state_dict()
+        differing = {k for k in own.keys() ^ source.keys() if k not in optional}
+        differing |= {k for k in own.keys() & source.keys() if own[k].shape != source[k].shape}
+        if differing:
+            raise UserError(f"--init-from-target-layer: the target's layer differs in {sorted(differing)[0]}")
+        layer.load_state_dict(own | source)
+    drafter.hidden_norm.weight.copy_(source["input_layernorm.weight"])
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, below[-1] * hidden_size :][:, :hidden_size].fill_diagonal_(1.0)
+
+
+def build_drafter(config: DrafterConfig, args: Arguments) -> DFlashDrafter:
+    """The untrained drafter of a run, in fp32 on the CPU: a function of its configuration and the seed alone."""
+    drafter = DFlashDrafter(config, args.data.seed)
+    if args.drafter.init_from_target_layer is not None:
+        init_from_target_layer(drafter, args.drafter.init_from_target_layer, args.target)
+    return drafter
+
+
+def visibility(plan: BatchPlan, block_size: int, window: Optional[int]) -> np.ndarray:
+    """Who sees whom: for slot q the keys [lo, hi) of the context and [own_lo, own_hi) of the slots; int32 [4, Q].
+
+    Keys are N context rows, then Q slots. A full-attention layer (window None) shows a slot the context of its own
+    document strictly before the anchor, and its whole block. A sliding layer keeps of these what lies less than `window`
+    before the slot's own position, and slots up to itself. Unused anchors see their own block only: no row is empty.
+    """
+    n, a = len(plan.token_ids), len(plan.anchor_rows)
+    slot = np.tile(np.arange(block_size), a)
+    anchor = np.repeat(plan.anchor_rows, block_size)
+    used = np.repeat(np.arange(a) < plan.num_anchors, block_size)
+    document_start = anchor - plan.position_ids[anchor]
+    lo, hi = document_start, np.where(used, anchor, 0)
+    own_lo = n + np.repeat(np.arange(a) * block_size, block_size)
+    own_hi = own_lo + block_size
+    if window is not None:
+        lo = np.maximum(lo, anchor + slot - window + 1)
+        own_lo = np.maximum(own_lo, own_lo + slot - window + 1)
+        own_hi = n + np.arange(a * block_size) + 1
+    return np.stack([np.minimum(lo, hi), hi, own_lo, own_hi]).astype(np.int32)
+
+
+def dense_mask(ranges: np.ndarray, num_keys: int) -> Tensor:
+    """Bool [Q, num_keys] of the ranges that `visibility` gives."""
+    lo, hi, own_lo, own_hi = (torch.from_numpy(r)[:, None] for r in ranges)
+    key = torch.arange(num_keys, dtype=torch.int32)
+    return ((key >= lo) & (key < hi)) | ((key >= own_lo) & (key < own_hi))
+
+
+TILE = 128  # queries and keys per tile of a block mask
+
+
+def tile_kinds(ranges: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """(partial, full), bool [query tiles, key tiles] each: tiles with some and with all entries visible.
+
+    From the ranges alone, on the CPU: no Q x keys table is ever made.
+    """
+    starts = np.arange(0, num_keys, TILE)
+    ends = np.minimum(starts + TILE, num_keys)
+    some = np.zeros((ranges.shape[1], len(starts)), bool)
+    every = some.copy()
+    for lo, hi in (ranges[:2, :, None], ranges[2:, :, None]):
+        some |= (lo < ends) & (hi > starts) & (lo < hi)
+        every |= (lo <= starts) & (hi >= ends)
+    first_query = np.arange(0, ranges.shape[1], TILE)
+    some, every = np.logical_or.reduceat(some, first_query), np.logical_and.reduceat(every, first_query)
+    return some & ~every, every
+
+
+def block_mask(ranges: np.ndarray, num_keys: int, device: torch.device):
+    """The flex-attention BlockMask of the same ranges."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def tiles(kind: np.ndarray) -> tuple[Tensor, Tensor]:
+        counts = kind.sum(1, dtype=np.int32)
+        indices = np.argsort(~kind, axis=1, kind="stable").astype(np.int32)
+        return tuple(to_device(torch.from_numpy(x)[None, None], device) for x in (counts, indices))
+
+    lo, hi, own_lo, own_hi = to_device(torch.from_numpy(ranges), device)
+
+    def visible(batch, head, q, key):
+        return ((key >= lo[q]) & (key < hi[q])) | ((key >= own_lo[q]) & (key < own_hi[q]))
+
+    partial, full = tile_kinds(ranges, num_keys)
+    return BlockMask.from_kv_blocks(
+        *tiles(partial), *tiles(full), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(ranges.shape[1], num_keys)
+    )
+
+
+# ======================================================================================================================
+# 10. Loss. In: slot states, labels, weights. Out: the weighted sum of the losses, its gradient, and what was right.
+# ======================================================================================================================
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """Weighted sum of per-row losses against a frozen head, whose gradient is computed in the forward pass by chunks.
+
+    No [R, V] tensor outlives a chunk, and the backward pass is one multiplication. Cross-entropy with `labels`, or the
+    KL divergence from softmax(target_logits(rows)) where `target_logits` is given.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_logits, chunk: int):
+        """hidden [R, H], labels int64 [R], weights fp32 [R] -> (loss sum fp32 [], argmax int64 [R])."""
+        grad = torch.empty_like(hidden)
+        total = torch.zeros((), device=hidden.device)
+        best = torch.empty_like(labels)
+        for rows in torch.arange(len(hidden), device="cpu").split(chunk):
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            logits = ends.logits(hidden[rows])
+            best[rows] = logits.argmax(-1)
+            log_q = logits.log_softmax(-1)
+            grad_logits = log_q.exp()
+            if target_logits is None:
+                loss = -log_q.gather(1, labels[rows, None]).squeeze(1)
+                grad_logits.scatter_add_(1, labels[rows, None], torch.full_like(loss, -1.0)[:, None])
+            else:
+                log_p = target_logits(rows).log_softmax(-1)
+                p = log_p.exp()
+                loss = (p * (log_p - log_q)).sum(-1)
+                grad_logits -= p
+            total += (loss * weights[rows]).sum()
+            grad_logits *= weights[rows, None]
+            if ends.softcap is not None:
+                grad_logits *= 1 - (logits / ends.softcap) ** 2
+            grad[rows] = (grad_logits.to(ends.head_weight.dtype) @ ends.head_weight).to(grad.dtype)
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(best)
+        return total, best
+
+    @staticmethod
+    def backward(ctx, grad_total, grad_best):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_total.to(grad.dtype), None, None, None, None, None
+
+
+def block_statistics(best: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Sums over the blocks [A, B-1] of a micro-batch, fp64 [2 + 2 * (B-1)]: accepted slots, blocks, then per slot the
+    right ones and the trained ones.
+
+    A block's accepted slots are its leading right ones, the trained slots alone counted: sums over blocks, so that the
+    mean over ranks and micro-batches is a mean over blocks.
+    """
+    trained = weights > 0
+    right = (best == labels) & trained
+    accepted = right.long().cumprod(1).sum()
+    return torch.cat([torch.stack([accepted, trained[:, 0].sum()]), right.sum(0), trained.sum(0)]).double()
+
+
+@dataclass
+class DrafterBatch:
+    """What a plan gives the drafter, on its device: see `DFlashDrafter.forward` and `FrozenHeadLoss`."""
+
+    context_positions: Tensor
+    slot_ids: Tensor  # [Q]: the anchor's token, then mask tokens
+    slot_positions: Tensor  # [Q]
+    masks: dict
+    labels: Tensor  # [A, B-1]
+    weights: Tensor  # [A, B-1]
+    verifier_rows: Tensor  # [A * (B-1)]: the context row whose target distribution is slot k's own
+
+    @classmethod
+    def from_plan(cls, plan: BatchPlan, config: DrafterConfig, device: torch.device) -> "DrafterBatch":
+        block, n = config.block_size, len(plan.token_ids)
+        slot = np.arange(block)
+        slot_ids = np.full((len(plan.anchor_rows), block), config.mask_token_id)
+        slot_ids[:, 0] = plan.token_ids[plan.anchor_rows]
+        positions = plan.position_ids[plan.anchor_rows][:, None] + slot
+        verifier_rows = np.minimum(plan.anchor_rows[:, None] + slot[1:] - 1, n - 1)
+        masks = {}
+        for kind in set(config.layer_types):
+            window = config.sliding_window if kind == "sliding_attention" else None
+            ranges, num_keys = visibility(plan, block, window), n + slot_ids.size
+            if device.type == "cuda":
+                masks[kind] = block_mask(ranges, num_keys, device)
+            else:
+                masks[kind] = dense_mask(ranges, num_keys)
+        arrays = (plan.position_ids, slot_ids.ravel(), positions.ravel(), plan.labels[:, 1:].copy(),
+                  plan.weights[:, 1:].copy(), verifier_rows.ravel())  # fmt: skip
+        context, ids, positions, labels, weights, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
+        return cls(context, ids, positions, masks, labels, weights, rows)
+
+
+def drafter_features(slot: Slot, plan: BatchPlan, split: bool) -> Tensor:
+    """The drafter's input [N, K*H] from a received slot: joined, with noise, zeros in the padded tail."""
+    n = plan.num_tokens
+    features = slot.hidden.view(slot.tokens, -1)
+    if split:
+        features = torch.zeros_like(features)
+        torch.cat(slot.layers(n, split=True), dim=1, out=features[:n])
+        add_noise_(features[:n], plan.noise_std, plan.noise_seed)
+    else:
+        features[n:].zero_()
+    return features
+
+
+LOSS_CHUNK = 2048  # rows of logits alive at a time: 1.2 GB in fp32 at a vocabulary of 152k
+
+
+def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBatch, verifier_last: Optional[Tensor]):
+    """(weighted loss sum [], statistics fp64 [2 * B]) of one micro-batch; `model` is the drafter or its engine.
+
+    verifier_last [n, H]: the target's last layer, for the KL loss; None: cross-entropy on the text.
+    """
+    slots = ends.embed(batch.slot_ids)
+    out = model(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
+    trained = out.view(*batch.weights.shape[:1], -1, out.shape[-1])[:, 1:].flatten(0, 1)  # slot 0 is never trained
+    target_logits = None
+    if verifier_last is not None:
+        states = verifier_last[batch.verifier_rows.clamp(max=len(verifier_last) - 1)]
+
+        def target_logits(rows):
+            return ends.logits(ends.norm(states[rows].to(ends.head_weight.dtype)))
+
+    loss, best = FrozenHeadLoss.apply(
+        trained, ends, batch.labels.flatten(), batch.weights.flatten(), target_logits, LOSS_CHUNK
+    )
+    return loss, block_statistics(best.view_as(batch.labels), batch.labels, batch.weights)
+
+
+# ======================================================================================================================
+# 11. Checkpoints. In: a trained step. Out: a folder that a run goes on from, and the drafter in z-lab's format.
+# ======================================================================================================================
+
+
+def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
+    """The DeepSpeed JSON with its 'auto' values filled from the flags. Raises UserError where the two disagree, or
+    where DeepSpeed would train something else than asked for."""
+    path = args.optimization.deepspeed
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise UserError(f"--deepspeed {path}: not valid JSON ({first_line(error)})") from None
+    bf16 = device.type == "cuda"
+    values = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": args.optimization.gradient_accumulation_steps,
+        "gradient_clipping": args.optimization.max_grad_norm,
+        "bf16": {"enabled": bf16},
+    }
+    for key, value in values.items():
+        if key in config and config[key] not in ("auto", {"enabled": "auto"}, value):
+            raise UserError(f"--deepspeed {path}: {key} is {config[key]}, the flags say {value}; write \"auto\" there")
+        config[key] = value
+    if "optimizer" in config or "scheduler" in config:
+        raise UserError(f"--deepspeed {path}: optimizer and scheduler come from the flags; remove them there")
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if bf16 and stage == 0:
+        raise UserError("ZeRO 0 in bf16 keeps no exact fp32 masters in DeepSpeed: use stage 1, 2 or 3 on a GPU")
+    if bf16 and stage == 1:
+        print("note: zero_to_fp32.py cannot read ZeRO-1 checkpoints with fp32 accumulation; resuming works", flush=True)
+    if not bf16:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
+        config.pop("data_types", None)
+        config.pop("communication_data_type", None)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+class DrafterGroup:
+    """What DeepSpeed asks of an `mpu`: the drafters as one data-parallel group that has our time-out, not its own."""
+
+    def __init__(self, timeout: timedelta):
+        self.group = dist.new_group(timeout=timeout)
+        self.alone = [dist.new_group([rank], timeout=timeout) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    def get_data_parallel_group(self):
+        return self.group
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self):
+        return self.alone
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+
+def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
+    """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
+    # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d)[a-z]", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
+    import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel("WARNING")
+    # A shared-memory all-reduce that DeepSpeed would compile with g++ at the first start; gloo does as well here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    optim, device = args.optimization, fabric.device
+    config = load_deepspeed_config(args, device)
+    drafter.to(device, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
+        weight_decay=optim.weight_decay, fused=True,
+    )  # fmt: skip
+    if device.type == "cuda" and args.pipeline.compile and config["zero_optimization"]["stage"] < 3:
+        for layer in drafter.layers:  # under ZeRO 3 the gather hooks would break every graph
+            layer.compile(dynamic=False)
+    engine, *_ = deepspeed.initialize(
+        model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=DrafterGroup(fabric.timeout)
+    )
+    return engine
+
+
+def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, num_drafters: int) -> dict:
+    """What must be the same for a run to go on as if it had never stopped, and on every rank of one run."""
+    names = ("seed", "tokens_per_micro_batch", "anchors_per_micro_batch", "loss", "loss_gamma", "noise_std",
+             "noise_schedule", "gradient_accumulation_steps", "target", "target_dtype")  # fmt: skip
+    flat = args.flat()
+    identity = {"data": documents.fingerprint, "drafter_ranks": num_drafters} | {name: flat[name] for name in names}
+    return identity | {f"drafter {k}": v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items()}
+
+
+def drafter_weights(engine) -> Optional[dict[str, Tensor]]:
+    """All weights of the drafter on its rank 0 (None elsewhere), gathered under ZeRO 3; called by every drafter."""
+    import deepspeed
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            if dist.get_rank() == 0:
+                weights[name.replace("_orig_mod.", "")] = parameter.detach().cpu().clone()
+    return weights if dist.get_rank() == 0 else None
+
+
+def save_checkpoint(engine, step: int, args: Arguments, identity: dict, config: DrafterConfig) -> Path:
+    """Write `checkpoints/step-N` under a temporary name, move it into place, then the pointer `latest`; prune old ones.
+
+    Called by every drafter. The folder holds DeepSpeed's state, state.json and the drafter itself (`drafter/`).
+    """
+    from safetensors.torch import save_file
+
+    root = Path(args.run.output_dir) / "checkpoints"
+    final, partial = root / f"step-{step:06d}", root / f"step-{step:06d}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    engine.save_checkpoint(str(root), tag=partial.name, save_latest=False)
+    weights = drafter_weights(engine)
+    if weights is not None:
+        (partial / "drafter").mkdir()
+        save_file(weights, partial / "drafter" / "model.safetensors", metadata={"format": "pt"})
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        write_json(partial / "drafter" / "config.json", config.to_json() | {"dtype": dtype})
+        versions = {"torch": torch.__version__, "deepspeed": sys.modules["deepspeed"].__version__}
+        state = {"step": step, "identity": identity, "arguments": args.flat(), "versions": versions}
+        write_json(partial / "state.json", state)
+    dist.barrier()  # every shard is written
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        pointer = root / "latest.partial"
+        pointer.write_text(final.name)
+        pointer.replace(root / "latest")
+        for old in sorted(root.glob("step-??????"))[: -args.run.keep_checkpoints]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def find_checkpoint(args: RunArguments) -> Optional[Path]:
+    """The checkpoint that `--resume` names; None to start from the beginning."""
+    if args.resume == "never":
+        return None
+    root = Path(args.output_dir) / "checkpoints"
+    if args.resume == "auto":
+        return root / (root / "latest").read_text().strip() if (root / "latest").exists() else None
+    path = Path(args.resume)
+    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    path = path / (path / "latest").read_text().strip() if (path / "latest").exists() else path
+    if not (path / "state.json").is_file():
+        raise UserError(f"--resume {args.resume}: no checkpoint there (a step-N folder, or a run's output folder)")
+    return path
+
+
+def read_resume_step(checkpoint: Optional[Path], identity: dict) -> int:
+    """The step to go on from; 0 without a checkpoint. Raises UserError naming what differs from the saved run."""
+    if checkpoint is None:
+        return 0
+    state = json.loads((checkpoint / "state.json").read_text())
+    for key, value in identity.items():
+        if (saved := state["identity"].get(key)) != value:
+            raise UserError(
+                f"cannot resume {checkpoint}: {key} was {saved} and is {value} now "
+                f"(--resume never, or another --output-dir, starts anew)"
+            )
+    return state["step"]
+
+
+def load_checkpoint(engine, checkpoint: Path) -> None:
+    """Load weights, optimizer and masters into the engine; raises UserError if DeepSpeed loads nothing."""
+    loaded, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if loaded is None:
+        raise UserError(f"cannot resume {checkpoint}: DeepSpeed found no state in it")
+
+
+def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
+    """A trained drafter from a folder with config.json and model.safetensors, or UserError."""
+    from safetensors.torch import load_file
+
+    try:
+        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: not a drafter folder ({first_line(error)})") from None
+    drafter = DFlashDrafter(config)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
+    return drafter.to(device, dtype)
+
+
+# ======================================================================================================================
+# 12. Monitor. In: the sums and spans of a step. Out: console, metrics.jsonl and TensorBoard, written by drafter 0.
+# ======================================================================================================================
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step as it was enqueued; its numbers are read a step later, when the device is done with them."""
+
+    step: int
+    learning_rate: float
+    noise_std: float
+    weight: float  # the plan's sum of loss weights over the global batch
+    tokens: int  # of the global batch
+    my_tokens: int  # of this drafter
+    stats: Tensor  # fp64 [1 + 2 * B], host: loss sum, then `block_statistics`, summed over the global batch
+    ready: object  # CUDA event: `stats` has arrived
+    grad_norm: object
+    spans: dict[str, list[Span]]
+    receive_wait_ms: float
+    wall_s: float
+    queue_depth: int
+    target_times: dict[str, float]  # ms, sums over the micro-batches received in this step
+    extras: dict[str, float]
+
+    @functools.cached_property
+    def loss(self) -> float:
+        """Weighted mean over the whole global batch; 0 where nothing was supervised."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return float(self.stats[0]) / self.weight if self.weight > 0 else 0.0
+
+    def figures(self) -> dict:
+        """Everything as plain numbers, under the names of metrics.jsonl and TensorBoard."""
+        loss, (accepted, blocks) = self.loss, self.stats[1:3].tolist()
+        right, trained = self.stats[3:].chunk(2)
+        ms = {name: sum(span.ms() for span in spans) for name, spans in self.spans.items()}
+        forward_ms = self.target_times.get("forward", 0.0)
+        target_ms = forward_ms + self.target_times.get("wait", 0.0)
+        return {
+            "step": self.step + 1,
+            "loss": loss,
+            "acceptance_length": 1 + accepted / max(1.0, blocks),  # with the bonus token
+            "slot_accuracy": (right / trained.clamp(min=1)).tolist(),
+            "learning_rate": self.learning_rate,
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "noise_std": self.noise_std,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens / self.wall_s,
+            "target_tokens_per_s": self.my_tokens / max(1e-9, forward_ms / 1e3),  # one target rank, computing
+            "drafter_tokens_per_s": self.my_tokens / max(1e-9, sum(ms.values()) / 1e3),  # one drafter rank, computing
+            "target_wait_share": self.target_times.get("wait", 0.0) / max(1e-9, target_ms),
+            "drafter_wait_share": self.receive_wait_ms / 1e3 / self.wall_s,
+            "queue_depth": self.queue_depth,
+            "ms": {
+                "target_forward": forward_ms,
+                "pack": self.target_times.get("pack", 0.0),
+                "send_wait": self.target_times.get("wait", 0.0),
+                "receive_wait": self.receive_wait_ms,
+                **ms,
+            },
+            **self.extras,
+        }
+
+
+class Monitor:
+    """Console, metrics.jsonl and TensorBoard. A resumed run appends after the step it resumes from."""
+
+    def __init__(self, args: Arguments, first_step: int, total_steps: int):
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        folder = Path(args.run.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_every = args.run.log_every
+        path = folder / "metrics.jsonl"
+        kept = []
+        if first_step > 0 and path.exists():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self.file = path.open("a")
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        settings = "\n".join(f"    {key}: {value}" for key, value in args.flat().items())
+        self.writer.add_text("configuration", settings)
+        self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", dynamic_ncols=True)
+
+    def write(self, record: StepRecord) -> None:
+        figures = record.figures()
+        step = figures["step"]
+        self.file.write(json.dumps(figures) + "\n")
+        self.file.flush()
+        for key, value in figures.items():
+            if key == "slot_accuracy":
+                for slot, accuracy in enumerate(value, 1):
+                    self.writer.add_scalar(f"accuracy/slot_{slot:02d}", accuracy, step)
+            elif isinstance(value, dict):
+                for name, number in value.items():
+                    self.writer.add_scalar(f"{key}/{name}", number, step)
+            elif key != "step" and value is not None:
+                self.writer.add_scalar(f"train/{key}", value, step)
+        self.bar.update(1)
+        self.bar.set_postfix(loss=f"{figures['loss']:.3f}", accept=f"{figures['acceptance_length']:.2f}")
+        if step % self.log_every == 0:
+            norm = figures["grad_norm"]
+            self.bar.write(
+                f"step {step} loss {figures['loss']:.4f} acceptance_length {figures['acceptance_length']:.3f} "
+                f"grad_norm {'-' if norm is None else format(norm, '.3f')} lr {figures['learning_rate']:.2e} "
+                f"tokens/s {figures['tokens_per_s']:.0f} waits target {figures['target_wait_share']:.0%} "
+                f"drafter {figures['drafter_wait_share']:.0%}"
+            )
+
+    def close(self) -> None:
+        self.bar.close()
+        self.file.close()
+        self.writer.close()
+
+
+# ======================================================================================================================
+# 13. Drafter rank. In: hidden states in slots. Out: optimizer steps, metrics, checkpoints.
+# ======================================================================================================================
+
+
+class DrafterTrainer:
+    """One drafter rank: receives its micro-batches in order and trains on them under DeepSpeed."""
+
+    def __init__(self, args, fabric, planner, engine, ends, receiver, config, stop_requested):
+        self.args, self.fabric, self.planner = args, fabric, planner
+        self.engine, self.ends, self.receiver, self.config = engine, ends, receiver, config
+        self.stop_requested = stop_requested
+        self.unsupervised = 0  # micro-batches without any trained slot, so far, on any rank
+
+    def train_step(self, step: int) -> StepRecord:
+        """Consume this rank's micro-batches of a step and update the weights.
+
+        The loss of a micro-batch is divided by the plan's weight of the whole global batch and multiplied by the number
+        of drafters, because DeepSpeed averages gradients over ranks; it is told not to divide by the accumulation.
+        """
+        args, device, topology = self.args, self.fabric.device, self.fabric.topology
+        started, waited_s = time.perf_counter(), 0.0
+        learning_rate = learning_rate_at(step, self.planner.total_steps, args.optimization)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        plans = [self.planner.plan(m) for m in self.planner.micro_batches(step)]
+        weight = sum(plan.weight_sum for plan in plans)
+        self.unsupervised += sum(plan.num_anchors == 0 for plan in plans)
+        mine = [plan for plan in plans if topology.drafter_of(plan.m) == topology.role_rank]
+        stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=device)
+        spans, queue_depth = defaultdict(list), self.receiver.ready.qsize()
+        for plan in mine:
+            batch = DrafterBatch.from_plan(plan, self.config, device)
+            waiting = time.perf_counter()
+            slot = self.receiver.get(plan.m)
+            waited_s += time.perf_counter() - waiting
+            span = Span(device)
+            features = drafter_features(slot, plan, args.pipeline.split_fc_layers)
+            loss, blocks = micro_batch_loss(
+                self.engine, self.ends, features, batch, slot.verifier_last(plan.num_tokens)
+            )
+            spans["forward"].append(span.end())
+            span = Span(device)
+            scale = topology.num_drafters / weight if weight > 0 else 0.0
+            self.engine.backward(loss * scale, scale_wrt_gas=False)
+            spans["backward"].append(span.end())
+            self.receiver.release(slot)
+            stats += torch.cat([loss.detach().double()[None], blocks])
+            span = Span(device)
+            self.engine.step()
+            spans["step"].append(span.end())
+        dist.all_reduce(stats)
+        host, ready = stats, None
+        if device.type == "cuda":
+            host, ready = torch.empty_like(stats, device="cpu", pin_memory=True), torch.cuda.Event()
+            host.copy_(stats, non_blocking=True)
+            ready.record()
+        times, self.receiver.target_times = self.receiver.target_times, defaultdict(float)
+        extras = {
+            "skipped_steps": int(self.engine.skipped_steps),
+            "unsupervised_micro_batches": self.unsupervised,
+            "dropped_rows": sum(self.planner.documents.dropped.values()),
+            "epoch": self.planner.locate(plans[-1].m)[0],
+        }
+        if device.type == "cuda":
+            extras["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        return StepRecord(
+            step, learning_rate, plans[0].noise_std, weight, sum(p.num_tokens for p in plans),
+            sum(p.num_tokens for p in mine), host, ready, self.engine.get_global_grad_norm(), spans, waited_s * 1e3,
+            time.perf_counter() - started, queue_depth, times, extras,
+        )  # fmt: skip
+
+    def must_stop(self) -> bool:
+        """Whether any drafter was asked to stop, by a signal of its own or one that a target saw; agreed by all."""
+        asked = self.stop_requested.is_set() or self.receiver.target_asked_stop.is_set()
+        flag = torch.tensor([int(asked)])
+        self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
+        return bool(flag.item())
+
+    def check_finite(self, record: StepRecord) -> None:
+        """Raise when a step's loss or gradient norm is not finite, so that it is never saved."""
+        norm = record.grad_norm
+        if not math.isfinite(record.loss) or (norm is not None and not math.isfinite(norm)):
+            numbers = self.planner.micro_batches(record.step)
+            raise RuntimeError(
+                f"step {record.step + 1} is not finite: loss {record.loss}, gradient norm {norm} "
+                f"(micro-batches {numbers.start} to {numbers.stop - 1}); nothing was saved since"
+            )
+
+    def train(self, first_step: int, identity: dict) -> None:
+        """Steps up to the last, or up to where a signal ends the run; the step reached is always saved."""
+        args, total = self.args, self.planner.total_steps
+        monitor = Monitor(args, first_step, total) if self.fabric.topology.role_rank == 0 else None
+        pending, step, saved = None, first_step, first_step
+
+        def settle(record: Optional[StepRecord]) -> None:
+            if record is not None:
+                self.check_finite(record)
+                if monitor is not None:
+                    monitor.write(record)
+
+        while step < total:
+            record = self.train_step(step)
+            settle(pending)
+            pending, step = record, step + 1
+            stop = self.must_stop()
+            due = args.run.save_every and step % args.run.save_every == 0
+            if due or stop or step == total:
+                settle(pending)
+                pending = None
+                path = save_checkpoint(self.engine, step, args, identity, self.config)
+                saved = step
+                if monitor is not None and (stop or step == total):
+                    monitor.bar.write(f"checkpoint: {path}")
+            if stop:
+                break
+        settle(pending)
+        self.receiver.finish()
+        if monitor is not None:
+            if saved < total:
+                monitor.bar.write(f"stopped by a signal after step {saved} of {total}; the same command goes on from it")
+            monitor.close()
+
+
+# ======================================================================================================================
+# 14. Main. In: a command line. Out: this rank in its role, until the end of the run or of its first failure.
+# ======================================================================================================================
+
+
+def announce(args: Arguments, topology, device, documents, planner, config, first_step: int) -> None:
+    """Print the resolved configuration once, and write it to the output folder as YAML that --config reads."""
+    import yaml
+
+    folder = Path(args.run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(args.flat(), sort_keys=False))
+    print("settings: " + " ".join(f"{key}={value}" for key, value in args.flat().items()))
+    print(f"ranks: {topology.num_targets} target + {topology.num_drafters} drafter on {device.type}")
+    print(f"data: {documents.summary()}")
+    print(
+        f"drafter: {config.num_hidden_layers} layers, block {config.block_size}, reads target layers "
+        f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
+    )
+    start = f" from step {first_step}" if first_step else ""
+    print(f"run: {planner.total_steps} steps{start} of {planner.micro_batches_per_step} micro-batches", flush=True)
+
+
+def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested: threading.Event) -> None:
+    """Everything after the flags: shared start, then this rank's role to its end."""
+    device = fabric.device
+    target_config = load_target_config(args.target)
+    text_config = target_config.get_text_config()
+    layer_ids = choose_fc_layer_ids(text_config.num_hidden_layers, args.target)
+    tokenizer = load_tokenizer(args.target)
+    mask_token_id = choose_mask_token(tokenizer, text_config.vocab_size, args.drafter.mask_token_id)
+    config = DrafterConfig.for_target(text_config, args.drafter, layer_ids, mask_token_id)
+    if device.type == "cuda":
+        for flag, size in (
+            ("--tokens-per-micro-batch", args.data.tokens_per_micro_batch),
+            ("anchors times block size", args.data.anchors_per_micro_batch * config.block_size),
+        ):
+            if size % TILE:
+                raise UserError(f"{flag} is {size}: on CUDA it must be a multiple of {TILE}")
+    load_deepspeed_config(args, device)
+    documents = load_documents(args, tokenizer, topology, fabric.store)
+    planner = Planner(documents, args, topology.num_drafters)
+    identity = run_identity(args, documents, config, topology.num_drafters)
+    checkpoint = find_checkpoint(args.run)
+    first_step = read_resume_step(checkpoint, identity)
+    fabric.check_same_everywhere(identity | {"first step": first_step, "steps": planner.total_steps})
+    fabric.connect()
+
+    with_last = args.data.loss == "kl"
+    ring = SlotRing(
+        args.pipeline.prefetch_depth, args.pipeline.transport_timeout, tokens=planner.tokens,
+        num_layers=len(layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
+        dtype=target_config.dtype, device=device,
+    )  # fmt: skip
+    first_m = first_step * planner.micro_batches_per_step
+    if topology.role == "target":
+        model = load_target(args.target, target_config, device)
+        runner = TargetRunner(model, layer_ids, with_last, device)
+        del model  # the LM head and unread layers go
+        run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested)
+        return
+    if topology.role_rank == 0:
+        announce(args, topology, device, documents, planner, config, first_step)
+    ends = load_frozen_ends(args.target, target_config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    engine = build_engine(build_drafter(config, args), args, fabric)
+    if checkpoint is not None:
+        load_checkpoint(engine, checkpoint)
+    receiver = HiddenStateReceiver(fabric, ring, planner, first_m, args.pipeline)
+    DrafterTrainer(args, fabric, planner, engine, ends, receiver, config, stop_requested).train(first_step, identity)
+
+
+def request_stop_on_signals() -> threading.Event:
+    """An event that SIGTERM, SIGUSR1 and the first Ctrl-C set: finish the step, save, exit 0."""
+    requested = threading.Event()
+
+    def handler(number, frame):
+        if requested.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        requested.set()
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, handler)
+    return requested
+
+
+def main() -> int:
+    topology = board = None
+    try:
+        args = parse_arguments()
+        topology = read_topology(args.pipeline.num_target_ranks)
+        device = choose_device(args.pipeline.device, topology)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        choose_target(args.target)
+        stop_requested = request_stop_on_signals()
+        fabric = Fabric(topology, device, args.pipeline.transport_timeout)
+        board = FailureBoard(fabric.attempt, topology)
+        run_role(args, topology, fabric, stop_requested)
+        fabric.close()
+        board.finished.set()
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, (UserError, TransportError)):
+            traceback.print_exc()
+        who = f"[{topology}] " if topology else ""
+        cause = f"{who}{first_line(error)}"
+        first = board.report(cause) if board else cause
+        print(f"{who}error: {first_line(error)}" if first == cause else f"{who}stopping: {first}", file=sys.stderr, flush=True)
+        os._exit(1)  # no destructor may wait for a peer that is gone
+
+
+if __name__ == "__main__":
+    sys.exit(main())
