@@ -1,0 +1,21 @@
+# Makes the Python environment and goes to the repository's root. Sourced by the other scripts, not run by itself.
+# Sets $python. DFLASH_VENV names another place for the environment than .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+trap 'echo "failed: $0, line $LINENO: $BASH_COMMAND" >&2' ERR
+
+venv="${DFLASH_VENV:-$PWD/.venv}"
+python="$venv/bin/python"
+if ! cmp -s requirements.txt "$venv/requirements.installed"; then
+    base="$(command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3 || true)"
+    if [ -z "$base" ] || ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "Python 3.11 or newer is needed, with venv and pip" >&2
+        exit 1
+    fi
+    echo "installing requirements.txt into $venv (a few minutes, once)"
+    "$base" -m venv "$venv"
+    "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    cp requirements.txt "$venv/requirements.installed"
+fi
+# one thread per rank: several collapse where cores are shared
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
