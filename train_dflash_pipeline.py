@@ -54,6 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 REPOSITORY = Path(__file__).resolve().parent
 DEMO_TARGET = REPOSITORY / "models" / "SmolLM2-135M-Instruct"  # made by tools/prepare_demo_target.py
@@ -232,36 +233,38 @@ def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
     with_config = Parser([], add_help=False, allow_abbrev=False)
     with_config.add_argument("--config")
     config_path = with_config.parse_known_args(argv)[0].config
+    namespace = None
     if config_path is not None:
-        parser.set_defaults(**read_yaml_defaults(config_path))
-    namespace = parser.parse_args(argv)
+        try:
+            namespace = parser.parse_args(read_yaml_flags(config_path))
+        except UserError as error:
+            raise UserError(f"--config {config_path}: {error}") from None
+    namespace = parser.parse_args(argv, namespace)
     groups = [G(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(G)}) for G in ARGUMENT_GROUPS]
     args = Arguments(*groups)
     check_arguments(args)
     return args
 
 
-def read_yaml_defaults(path: str) -> dict:
-    """The flag defaults of a YAML file; its keys may use hyphens or underscores."""
+def read_yaml_flags(path: str) -> list[str]:
+    """A YAML file as flags, so that its values are checked as flags are; its keys may use hyphens or underscores."""
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path}: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(" ".join(str(error).split())) from None
     if not isinstance(values, dict):
-        raise UserError(f"--config {path}: expected `key: value` lines")
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    known = {f.name: f for G in ARGUMENT_GROUPS for f in dataclasses.fields(G)}
+        raise UserError("expected `key: value` lines")
+    known, flags = {f.name for G in ARGUMENT_GROUPS for f in dataclasses.fields(G)}, []
     for key, value in values.items():
-        if key not in known:
-            raise UserError(f"--config {path}: unknown key '{key}'")
-        kind = known[key].type
-        if kind in (int, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise UserError(f"--config {path}: {key} must be a number, not {value!r}")
-        if kind is bool and not isinstance(value, bool):
-            raise UserError(f"--config {path}: {key} must be true or false, not {value!r}")
-    return values
+        if (name := str(key).replace("-", "_")) not in known:
+            raise UserError(f"unknown key '{key}'")
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
 
 
 def check_arguments(args: Arguments) -> None:
@@ -276,6 +279,11 @@ def check_arguments(args: Arguments) -> None:
         ("--anchors-per-micro-batch", data.anchors_per_micro_batch, 1),
         ("--noise-std", data.noise_std, 0),
         ("--seed", data.seed, 0),
+        ("--learning-rate", optim.learning_rate, 0),
+        ("--warmup-ratio", optim.warmup_ratio, 0),
+        ("--min-lr-ratio", optim.min_lr_ratio, 0),
+        ("--weight-decay", optim.weight_decay, 0),
+        ("--max-grad-norm", optim.max_grad_norm, 0),
         ("--max-steps", optim.max_steps, 1),
         ("--gradient-accumulation-steps", optim.gradient_accumulation_steps, 1),
         ("--prefetch-depth", pipe.prefetch_depth, 1),
@@ -285,12 +293,14 @@ def check_arguments(args: Arguments) -> None:
         ("--log-every", run.log_every, 1),
     ]
     for flag, value, least in at_least:
-        if value < least:
+        if not least <= value < math.inf:  # so NaN is refused too
             raise UserError(f"{flag} {value}: must be at least {least}")
-    if data.loss_gamma is not None and data.loss_gamma <= 0:
-        raise UserError(f"--loss-gamma {data.loss_gamma}: must be above 0")
-    if optim.num_epochs is not None and optim.num_epochs <= 0:
-        raise UserError(f"--num-epochs {optim.num_epochs}: must be above 0")
+    for flag, value in (("--loss-gamma", data.loss_gamma), ("--num-epochs", optim.num_epochs)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag} {value}: must be above 0")
+    for flag, value in (("--adam-beta1", optim.adam_beta1), ("--adam-beta2", optim.adam_beta2)):
+        if not 0 <= value < 1:
+            raise UserError(f"{flag} {value}: must lie in 0..1, 1 excluded")
     full = drafter.num_full_attention_layers
     if full is not None and not 0 <= full <= drafter.num_draft_layers:
         raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
@@ -540,6 +550,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EMPTY_THINK = r"(\s*<think>\s*</think>\s*)?"  # some templates write it before an answer without reasoning
+PROBE = "PROBE-7f3a"  # an answer that no template writes by itself
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -632,15 +644,15 @@ def read_rows(paths: list[str]) -> Iterator[dict]:
 
 def row_messages(row: dict) -> list[dict]:
     """The chat of a row in any of the three formats, as `messages`. Raises ValueError (the reason) if it has none."""
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
-        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
     messages = row.get("messages")
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
+        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
     if isinstance(row.get("conversations"), list):
         turns = [turn for turn in row["conversations"] if isinstance(turn, dict)]
         messages = [{"role": SHAREGPT_ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise ValueError("without a conversation")
-    if not any(m.get("role") == "assistant" and m.get("content") for m in messages):
+    if not any(m.get("role") == "assistant" and (m.get("content") or m.get("tool_calls")) for m in messages):
         raise ValueError("without an assistant turn")
     return messages
 
@@ -655,6 +667,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_texts = [tokenizer.added_tokens_decoder[i].content for i in sorted(self.special_ids)]
 
     def render(self, messages: list[dict], row: dict, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -689,12 +702,29 @@ class ChatTokenizer:
         text = self.render(messages[: j + 1], row, False)
         if not text.startswith(prompt) or len(text) == len(prompt):
             raise ValueError("whose chat template does not continue its own generation prompt")
+        is_last = j == len(messages) - 1
         content = messages[j].get("content")
-        answer = content.strip() if isinstance(content, str) else ""
-        start = text.find(answer, len(prompt)) if answer else -1
-        if start < 0:  # the template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's
-            return text, [(len(prompt), len(text.rstrip()), len(text))], j == len(messages) - 1
-        return text, [(start, start + len(answer), len(text))], j == len(messages) - 1
+        content = content if isinstance(content, str) else ""
+        answer = content if content in text[len(prompt) :] else content.strip()
+        start = self._find_answer(messages, j, row, len(prompt), text, answer)
+        if start >= 0:
+            return text, [(start, start + len(answer), len(text))], is_last
+        # The template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's.
+        start = len(prompt) + len(re.match(EMPTY_THINK, text[len(prompt) :]).group())
+        body = text.rstrip()
+        closing = next((token for token in self.special_texts if body.endswith(token)), "")
+        return text, [(start, len(body) - len(closing), len(text))], is_last
+
+    def _find_answer(self, messages: list[dict], j: int, row: dict, begin: int, text: str, answer: str) -> int:
+        """Where the answer of turn j starts; -1 where it is not all that the model wrote in this turn."""
+        if not answer or any(messages[j].get(key) for key in ("reasoning_content", "reasoning", "thinking", "tool_calls")):
+            return -1
+        start = text.find(answer, begin)
+        if text.find(answer, start + 1) < 0:
+            return start
+        # It stands there more than once, perhaps in what the template writes: see where another answer would stand.
+        start = self.render([*messages[:j], messages[j] | {"content": PROBE}], row, False).find(PROBE, begin)
+        return start if text.startswith(answer, max(start, 0)) else -1
 
     def _tokenise(self, text: str, spans: list[tuple[int, int, int]], cut_off: bool) -> tuple[list[int], list[bool]]:
         """Tokenise rendered chat; supervise each span's answer and the first special token after it.
@@ -803,13 +833,15 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int]) 
             if requested == token:
                 raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
         return requested
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
+    own = tokenizer.mask_token_id
+    if own is not None and own < embedding_rows and own not in taken.values():
+        return own
     beyond = max(tokenizer.get_vocab().values()) + 1
     if beyond < embedding_rows:
         return beyond
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if token.special and token_id not in taken.values() and token.content not in tokenizer.chat_template:
+        free = token_id < embedding_rows and token_id not in taken.values()
+        if free and token.special and token.content not in tokenizer.chat_template:
             return token_id
     raise UserError("no token is free to serve as mask token: name one with --mask-token-id")
 
@@ -907,10 +939,12 @@ class Planner:
 
     def locate(self, m: int) -> tuple[int, int]:
         """(epoch, pack within it) of micro-batch m."""
-        while self.epoch_starts[-1] <= m:
-            self.epoch_starts.append(self.epoch_starts[-1] + len(self.epoch(len(self.epoch_starts) - 1)))
-        epoch = next(e for e in reversed(range(len(self.epoch_starts))) if self.epoch_starts[e] <= m)
-        return epoch, m - self.epoch_starts[epoch]
+        starts = self.epoch_starts  # replaced, never changed: a drafter plans on its receiver's thread too
+        while starts[-1] <= m:
+            starts = [*starts, starts[-1] + len(self.epoch(len(starts) - 1))]
+        self.epoch_starts = starts
+        epoch = next(e for e in reversed(range(len(starts))) if starts[e] <= m)
+        return epoch, m - starts[epoch]
 
     def _plan(self, m: int) -> BatchPlan:
         epoch, index = self.locate(m)
@@ -1823,7 +1857,10 @@ class DrafterConfig:
         """Raises UserError when a key is missing: nothing is guessed."""
         nested = values.get("dflash_config", {})
         merged = values | {k: nested[k] for k in ("mask_token_id", "target_layer_ids", "block_size") if k in nested}
-        merged["sliding_window"] = merged.get("sliding_window") or 2048
+        if "sliding_attention" not in merged.get("layer_types", ()):
+            merged["sliding_window"] = merged.get("sliding_window") or 2048  # nobody reads it
+        elif merged.get("sliding_window") is None:
+            merged.pop("sliding_window", None)
         try:
             merged = {f.name: merged[f.name] for f in dataclasses.fields(cls)}
         except KeyError as error:
@@ -1861,8 +1898,6 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 @functools.cache
 def compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -1875,7 +1910,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if mask is None or isinstance(mask, Tensor):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     else:
-        out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        out = flex(q, k, v, block_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
 
@@ -2055,10 +2091,8 @@ def tile_kinds(ranges: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarra
     return some & ~every, every
 
 
-def block_mask(ranges: np.ndarray, num_keys: int, device: torch.device):
+def block_mask(ranges: np.ndarray, num_keys: int, device: torch.device) -> BlockMask:
     """The flex-attention BlockMask of the same ranges."""
-    from torch.nn.attention.flex_attention import BlockMask
-
     def tiles(kind: np.ndarray) -> tuple[Tensor, Tensor]:
         counts = kind.sum(1, dtype=np.int32)
         indices = np.argsort(~kind, axis=1, kind="stable").astype(np.int32)
@@ -2577,8 +2611,12 @@ class DrafterTrainer:
             self.receiver.release(slot)
             stats += torch.cat([loss.detach().double()[None], blocks])
             span = Span(device)
+            if plan is mine[-1] and self.engine.zero_optimization_stage() == 0:  # DeepSpeed keeps no norm there
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters()])
             self.engine.step()
             spans["step"].append(span.end())
+        if self.engine.zero_optimization_stage() > 0:
+            grad_norm = self.engine.get_global_grad_norm()
         dist.all_reduce(stats)
         host, ready = stats, None
         if device.type == "cuda":
@@ -2596,7 +2634,7 @@ class DrafterTrainer:
             extras["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         return StepRecord(
             step, learning_rate, plans[0].noise_std, weight, sum(p.num_tokens for p in plans),
-            sum(p.num_tokens for p in mine), host, ready, self.engine.get_global_grad_norm(), spans, waited_s * 1e3,
+            sum(p.num_tokens for p in mine), host, ready, grad_norm, spans, waited_s * 1e3,
             time.perf_counter() - started, queue_depth, times, extras,
         )  # fmt: skip
 
