@@ -90,7 +90,8 @@ class TargetArguments:
     tokenizer: Optional[str] = setting(None, "Folder or hub id of the tokenizer. Default: the target's own.")
     target_dtype: str = setting(
         "auto",
-        "Dtype of the target and of the hidden states that travel. auto: as in its checkpoint.",
+        "Dtype of the target and of the hidden states that travel. auto: as in its checkpoint; "
+        "float32 on a CPU without bf16 instructions.",
         choices=["auto", "bfloat16", "float16", "float32"],
     )
     trust_remote_code: bool = setting(False, "Run Python code shipped with the model or tokenizer.")
@@ -785,7 +786,7 @@ def load_documents(args: Arguments, tokenizer, topology: Topology, store) -> Doc
 
     paths = args.data.train_data or [str(DEMO_DATA)]
     max_tokens = args.data.max_document_tokens or args.data.tokens_per_micro_batch
-    key = hashlib.sha256(json.dumps([tokenizer.chat_template, max_tokens, "layout 1"]).encode())
+    key = hashlib.sha256(json.dumps([tokenizer.chat_template, max_tokens, "layout 2"]).encode())
     key.update(tokenizer.backend_tokenizer.to_str().encode())
     for path in paths:
         key.update(Path(path).read_bytes())
@@ -1041,6 +1042,17 @@ def load_target_config(args: TargetArguments):
     return config
 
 
+def settle_target_dtype(args: TargetArguments, config, device: torch.device) -> None:
+    """Resolve `--target-dtype auto` in place: the checkpoint's, or fp32 on a CPU that has no instructions for it.
+
+    (bf16 on an AVX2 CPU ran many times slower than fp32.)
+    """
+    fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if args.target_dtype == "auto" and device.type == "cpu" and not (config.dtype == torch.bfloat16 and fast_bf16):
+        config.dtype = config.get_text_config().dtype = torch.float32
+    args.target_dtype = str(config.dtype).removeprefix("torch.")
+
+
 def choose_fc_layer_ids(num_layers: int, args: TargetArguments) -> tuple[int, ...]:
     """`--fc-layer-ids`, else K layers by the z-lab rule: n // 2 for one, else round(1 + j * (n - 4) / (K - 1)).
 
@@ -1121,7 +1133,7 @@ def load_frozen_ends(args: TargetArguments, config, device: torch.device, dtype:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
     norm = skeleton.get_decoder().norm.to_empty(device=device)
-    scale = float(getattr(skeleton.get_input_embeddings(), "scalar_embed_scale", 1.0))
+    scale = torch.tensor(getattr(skeleton.get_input_embeddings(), "scalar_embed_scale", 1.0)).to(config.dtype).item()
     if args.target in RANDOM_TARGETS:
         shape = (text.vocab_size, text.hidden_size)
         embedding, head = (random_weight(name, shape, device, config.dtype) for name in ("embedding", "head"))
@@ -1130,10 +1142,9 @@ def load_frozen_ends(args: TargetArguments, config, device: torch.device, dtype:
         files = safetensors_index(args.target)
         embedding_key = only_key(files, r"(^|\.)embed_tokens\.weight$", args.target)
         norm_key = embedding_key.replace("embed_tokens.weight", "norm.weight")
-        tied = config.tie_word_embeddings
-        head_key = embedding_key if tied else only_key(files, r"(^|\.)lm_head\.weight$", args.target)
-        embedding = read_tensor(files, embedding_key, args.target)
-        head = embedding if tied else read_tensor(files, head_key, args.target)
+        embedding = head = read_tensor(files, embedding_key, args.target)
+        if not config.tie_word_embeddings:
+            head = read_tensor(files, only_key(files, r"(^|\.)lm_head\.weight$", args.target), args.target)
         norm_weight = read_tensor(files, norm_key, args.target)
     norm.load_state_dict({"weight": norm_weight})
     softcap = getattr(text, "final_logit_softcapping", None)
@@ -2007,7 +2018,8 @@ def init_from_target_layer(drafter: DFlashDrafter, layer_id: int, args: TargetAr
     """Copy a target layer into every draft layer, and start the context as what that layer read.
 
     fc selects the captured layer nearest below `layer_id` and hidden_norm is the layer's input norm, so keys and values
-    of the context start as the target's own (exactly so when layer_id - 1 is captured). The final norm is not copied.
+    of the context start as the target's own (when layer_id - 1 is captured and the target scales no RoPE). The final norm
+    is not copied.
     Raises UserError when the target's layer has other tensors than a draft layer, or other shapes.
     """
     ids, hidden_size = drafter.config.target_layer_ids, drafter.config.hidden_size
@@ -2717,6 +2729,7 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     """Everything after the flags: shared start, then this rank's role to its end."""
     device = fabric.device
     target_config = load_target_config(args.target)
+    settle_target_dtype(args.target, target_config, device)
     text_config = target_config.get_text_config()
     layer_ids = choose_fc_layer_ids(text_config.num_hidden_layers, args.target)
     tokenizer = load_tokenizer(args.target)

@@ -255,6 +255,7 @@ def main() -> None:
         dist.init_process_group("gloo")
 
     config, tokenizer = pipeline.load_target_config(target), pipeline.load_tokenizer(target)
+    pipeline.settle_target_dtype(target, config, device)
     model = pipeline.load_target(target, config, device)
     # the drafter computes in the target's dtype on a GPU, in fp32 on the CPU, as in training
     dtype = config.dtype if on_gpu else torch.float32

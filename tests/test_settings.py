@@ -1,0 +1,203 @@
+"""Flags, YAML defaults, refusals, schedules, and what importing the pipeline must not do."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers import arguments
+from train_dflash_pipeline import UserError, learning_rate_at, noise_std_at, parse_arguments, read_topology
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def with_yaml(tmp_path, text: str, *flags: str):
+    (tmp_path / "config.yaml").write_text(text)
+    return parse_arguments(["--config", str(tmp_path / "config.yaml"), *flags])
+
+
+# Flags ----------------------------------------------------------------------------------------------------------------
+
+
+def test_no_flag_gives_the_defaults():
+    assert parse_arguments([]).flat() == arguments().flat()
+
+
+def test_flags_set_their_own_field_and_no_other():
+    args = parse_arguments("--max-steps 7 --loss kl --fc-layer-ids 1 4 --learning_rate 1e-5".split())
+    changed = dict(max_steps=7, loss="kl", fc_layer_ids=[1, 4], learning_rate=1e-5)
+    assert args.flat() == arguments().flat() | changed
+
+
+@pytest.mark.parametrize("name", ["compile", "async_postprocess", "split_fc_layers"])
+def test_switches_have_a_no_twin(name):
+    flag = name.replace("_", "-")
+    assert getattr(parse_arguments([]).pipeline, name) is True
+    assert getattr(parse_arguments([f"--no-{flag}"]).pipeline, name) is False
+    assert getattr(parse_arguments([f"--no-{flag}", f"--{flag}"]).pipeline, name) is True
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ("--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
+        ("--max-step 3", "unrecognized arguments: --max-step 3"),  # no abbreviations
+        ("stray", "unrecognized arguments: stray"),
+        ("--max-steps many", "invalid int value: 'many'"),
+        ("--loss hinge", "invalid choice: 'hinge'"),
+        ("--block-size 1", "--block-size 1: must be at least 2"),
+        ("--max-steps 0", "--max-steps 0: must be at least 1"),
+        ("--anchors-per-micro-batch 0", "must be at least 1"),
+        ("--seed -1", "--seed -1: must be at least 0"),
+        ("--noise-std nan", "--noise-std nan: must be at least 0"),
+        ("--learning-rate -0.1", "--learning-rate -0.1: must be at least 0"),
+        ("--adam-beta2 1", "--adam-beta2 1.0: must lie in 0..1"),
+        ("--num-epochs 0", "--num-epochs 0.0: must be above 0"),
+        ("--num-epochs inf", "--num-epochs inf: must be above 0"),
+        ("--loss-gamma 0", "--loss-gamma 0.0: must be above 0"),
+        ("--num-draft-layers 2 --num-full-attention-layers 3", "the drafter has 2 layers"),
+        ("--num-target-ranks many", "--num-target-ranks many: a number, or auto"),
+        ("--max-document-tokens 2000", "a document is never cut"),
+        ("--train-data nowhere.jsonl", "--train-data nowhere.jsonl: no such file"),
+        ("--deepspeed nowhere.json", "--deepspeed nowhere.json: no such file"),
+        ("--config nowhere.yaml", "--config nowhere.yaml: .*No such file"),
+    ],
+)
+def test_refusals_name_the_flag(flags, complaint):
+    with pytest.raises(UserError, match=complaint):
+        parse_arguments(flags.split())
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+
+def test_flag_beats_yaml_beats_default(tmp_path):
+    text = "max-steps: 7\nblock_size: 8\ncompile: false\ntrain_data: [" + str(REPOSITORY / "requirements.txt") + "]\n"
+    args = with_yaml(tmp_path, text, "--max-steps", "9")
+    assert (args.optimization.max_steps, args.drafter.block_size, args.pipeline.compile) == (9, 8, False)
+    assert args.data.train_data == [str(REPOSITORY / "requirements.txt")]
+    assert args.data.seed == arguments().data.seed
+    assert with_yaml(tmp_path, text, "--compile").pipeline.compile is True
+
+
+def test_yaml_values_mean_what_the_flags_mean(tmp_path):
+    """YAML 1.1 reads 6e-4 as a string, and 5 as an int where the flag is text."""
+    args = with_yaml(tmp_path, "learning_rate: 6e-4\nnum_target_ranks: 5\nfc_layer_ids: [1, 4]\nnum_epochs: null\n")
+    assert args.optimization.learning_rate == 6e-4 and args.pipeline.num_target_ranks == "5"
+    assert args.target.fc_layer_ids == [1, 4] and args.optimization.num_epochs is None
+
+
+def test_saved_settings_can_be_read_back(tmp_path):
+    flags = "--learning-rate 1e-5 --no-compile --fc-layer-ids 1 4 --num-target-ranks 2 --trust-remote-code --resume never"
+    args = parse_arguments(flags.split())
+    assert with_yaml(tmp_path, yaml.safe_dump(args.flat())).flat() == args.flat()
+    assert with_yaml(tmp_path, "").flat() == with_yaml(tmp_path, yaml.safe_dump(arguments().flat())).flat()
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("max_stepz: 3", "unknown key 'max_stepz'"),
+        ("5: 3", "unknown key '5'"),
+        ("max_steps: many", "invalid int value: 'many'"),
+        ("max_steps: 2.5", "invalid int value: '2.5'"),
+        ("max_steps: true", "invalid int value: 'True'"),
+        ("mask_token_id: 3.5", "invalid int value: '3.5'"),
+        ("loss: hinge", "invalid choice: 'hinge'"),
+        ("compile: 3", "Truthy value expected"),
+        ("- 1", "expected `key: value` lines"),
+        ("a: [", "expected"),
+    ],
+)
+def test_yaml_refusals_name_the_file(tmp_path, text, complaint):
+    with pytest.raises(UserError, match=f"--config .*config.yaml: .*{complaint}"):
+        with_yaml(tmp_path, text)
+
+
+# Topology from torchrun's environment ---------------------------------------------------------------------------------
+
+
+def topology(monkeypatch, rank: int, world: int, num_target_ranks: str):
+    for name, value in dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world).items():
+        monkeypatch.setenv(name, str(value))
+    return read_topology(num_target_ranks)
+
+
+@pytest.mark.parametrize("world, targets", [(2, 1), (3, 1), (4, 2), (8, 5), (16, 10)])
+def test_five_eighths_of_the_ranks_are_targets(monkeypatch, world, targets):
+    roles = [topology(monkeypatch, rank, world, "auto") for rank in range(world)]
+    assert [r.role for r in roles] == ["target"] * targets + ["drafter"] * (world - targets)
+    assert [r.role_rank for r in roles] == [*range(targets), *range(world - targets)]
+
+
+@pytest.mark.parametrize("targets, drafters", [(1, 1), (5, 3), (2, 4), (3, 3)])
+def test_links_join_exactly_the_ranks_that_share_a_micro_batch(monkeypatch, targets, drafters):
+    pairs = topology(monkeypatch, 0, targets + drafters, str(targets)).pairs()
+    assert pairs == sorted({(m % targets, m % drafters) for m in range(1000)})
+
+
+@pytest.mark.parametrize("world, targets, complaint", [(1, "auto", "at least 2"), (2, "0", "2 drafter ranks"), (2, "2", "0 drafter ranks")])
+def test_roles_that_cannot_be_laid_out_are_refused(monkeypatch, world, targets, complaint):
+    with pytest.raises(UserError, match=complaint):
+        topology(monkeypatch, 0, world, targets)
+
+
+def test_start_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="start with torchrun"):
+        read_topology("auto")
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
+    optim = arguments(learning_rate=2.0, warmup_ratio=0.1, min_lr_ratio=0.25).optimization
+    rates = [learning_rate_at(step, 100, optim) for step in range(100)]
+    assert rates[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    # the closed form of the cosine from step 10 (peak) to step 99 (a quarter of it)
+    assert rates[10:] == pytest.approx([1.25 + 0.75 * math.cos(math.pi * (step - 10) / 89) for step in range(10, 100)])
+    assert rates[10] == 2.0 and rates[99] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_learning_rate_of_very_short_runs_starts_at_the_peak(total):
+    optim = arguments(learning_rate=1.0, warmup_ratio=0.04).optimization
+    rates = [learning_rate_at(step, total, optim) for step in range(total)]
+    assert rates[0] == 1.0 and all(0 < rate <= 1 for rate in rates)
+
+
+def test_noise_schedules():
+    def at(step, schedule):
+        return noise_std_at(step, 8, arguments(noise_std=0.5, noise_schedule=schedule).data)
+
+    assert [at(step, "constant") for step in (0, 4, 8)] == [0.5, 0.5, 0.5]
+    assert [at(step, "linear") for step in (0, 2, 4, 8)] == [0.5, 0.375, 0.25, 0.0]
+    expected = [0.5 * math.cos(math.pi * step / 16) ** 2 for step in range(9)]  # half-angle form of (1 + cos) / 2
+    assert [at(step, "cosine") for step in range(9)] == pytest.approx(expected)
+
+
+# Import ---------------------------------------------------------------------------------------------------------------
+
+
+def test_import_parses_nothing_starts_nothing_and_leaves_deepspeed_alone(tmp_path):
+    """In a process of its own, with flags that parsing would refuse and without torchrun's environment."""
+    code = """
+import os, signal, sys, threading
+sys.argv = ["x", "--no-such-flag"]
+before = dict(os.environ), threading.active_count(), signal.getsignal(signal.SIGTERM)
+import torch
+state, threads, grad = torch.random.get_rng_state(), torch.get_num_threads(), torch.is_grad_enabled()
+import train_dflash_pipeline
+assert "deepspeed" not in sys.modules and "transformers" not in sys.modules
+assert before == (dict(os.environ), threading.active_count(), signal.getsignal(signal.SIGTERM))
+assert torch.equal(state, torch.random.get_rng_state()) and not torch.distributed.is_initialized()
+assert (threads, grad) == (torch.get_num_threads(), torch.is_grad_enabled()) and not torch.cuda.is_initialized()
+assert os.listdir(".") == []
+"""
+    path = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.dont_write_bytecode = True\n"
+    done = subprocess.run([sys.executable, "-c", path + code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
