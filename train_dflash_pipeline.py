@@ -47,6 +47,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Iterator, Optional
 
 import numpy as np
@@ -2644,8 +2645,9 @@ class DrafterTrainer:
             "dropped_rows": sum(self.planner.documents.dropped.values()),
             "epoch": self.planner.locate(plans[-1].m)[0],
         }
-        if device.type == "cuda":
-            extras["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        on_gpu = device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+        extras["memory_gb"] = peak / 1e9  # of this rank: peak on its GPU, or of its process
         return StepRecord(
             step, learning_rate, plans[0].noise_std, weight, sum(p.num_tokens for p in plans),
             sum(p.num_tokens for p in mine), host, ready, grad_norm, spans, waited_s * 1e3,

@@ -7,8 +7,14 @@ trap 'echo "failed: $0, line $LINENO: $BASH_COMMAND" >&2' ERR
 venv="${DFLASH_VENV:-$PWD/.venv}"
 python="$venv/bin/python"
 if ! cmp -s requirements.txt "$venv/requirements.installed"; then
-    base="$(command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3 || true)"
-    if [ -z "$base" ] || ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    base=""
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            base="$candidate"
+            break
+        fi
+    done
+    if [ -z "$base" ]; then
         echo "Python 3.11 or newer is needed, with venv and pip" >&2
         exit 1
     fi
