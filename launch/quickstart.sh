@@ -7,7 +7,7 @@ output="${1:-runs/quickstart}"
 "$python" -m torch.distributed.run --standalone --nproc_per_node 2 train_dflash_pipeline.py \
     --config launch/quickstart.yaml --output-dir "$output"
 result="$("$python" -m torch.distributed.run --standalone --nproc_per_node 2 tools/eval_acceptance.py "$output" \
-    --prompts launch/demo_heldout.jsonl --num-prompts 12 --max-new-tokens 32 --untrained)"
+    --prompts launch/demo_heldout.jsonl --num-prompts 6 --max-new-tokens 48 --untrained)"
 
 echo "$result" | sed '$d'
 echo "curves:     $python -m tensorboard.main --logdir $output/tensorboard"
