@@ -14,7 +14,7 @@ FIELDS = {"--" + f.name.replace("_", "-"): f for G in pipeline.ARGUMENT_GROUPS f
 
 
 def test_flag_tables_hold_every_flag_with_its_default_and_help():
-    rows = dict(re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (.*) \|$", README, re.M))
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)`[^|]*\| (.*) \|$", README, re.M))
     assert rows.keys() == FIELDS.keys()
     for flag, field in FIELDS.items():
         default, help = (cell.strip() for cell in rows[flag].split("|", 1))
@@ -25,7 +25,7 @@ def test_flag_tables_hold_every_flag_with_its_default_and_help():
 
 def test_commands_use_flags_that_the_pipeline_accepts():
     commands = re.findall(r"train_dflash_pipeline\.py\s((?:[^\n`]*\\\n)*[^\n`]*)", README)
-    used = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
+    used = {flag for command in commands for flag in re.findall(r"--[a-z0-9-]+", command)}
     assert used and used <= FIELDS.keys() | {"--help"}
 
 
