@@ -18,7 +18,7 @@ def test_flag_tables_hold_every_flag_with_its_default_and_help():
     assert rows.keys() == FIELDS.keys()
     for flag, field in FIELDS.items():
         default, help = (cell.strip() for cell in rows[flag].split("|", 1))
-        shown = {None: "", True: "on", False: "off"}.get(field.default, str(field.default))
+        shown = {"None": "", "True": "on", "False": "off"}.get(str(field.default), str(field.default))
         assert default == shown.removeprefix(f"{ROOT}/"), flag
         assert help == field.metadata["help"], flag
 
