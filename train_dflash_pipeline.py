@@ -1469,9 +1469,6 @@ class SlotRing:
             self.closing = True
             self.changed.notify_all()
 
-    def count(self, owner: str) -> int:
-        return sum(slot.owner == owner for slot in self.slots)
-
     def _free(self) -> Optional[Slot]:
         return next((slot for slot in self.slots if slot.owner == "free"), None)
 
@@ -2603,7 +2600,7 @@ class DrafterTrainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         plans = [self.planner.plan(m) for m in self.planner.micro_batches(step)]
-        weight = sum(plan.weight_sum for plan in plans)
+        weight = self.planner.step_weight(step)
         self.unsupervised += sum(plan.num_anchors == 0 for plan in plans)
         mine = [plan for plan in plans if topology.drafter_of(plan.m) == topology.role_rank]
         stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=device)
