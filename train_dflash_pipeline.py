@@ -25,6 +25,7 @@ The file is laid out as the data flows:
      7 transport    slot on a target -> slot on a drafter 14 main
 """
 
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -48,7 +49,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 import numpy as np
 import torch
@@ -115,6 +116,11 @@ class DrafterArguments:
         "Token id of the slots to fill. Default: the tokenizer's mask token, else an unused embedding row, "
         "else a special token that the chat template never writes.",
     )
+    init_from: Optional[str] = setting(
+        None,
+        "Start from a trained drafter: a run, a checkpoint, or a folder or hub id in z-lab's or speculators' format. "
+        "Depth, block, window, mask token and captured layers are then its own unless flags say otherwise.",
+    )
     init_from_target_layer: Optional[int] = setting(
         None,
         "Start every draft layer as a copy of this target layer, and the context as what that layer read: "
@@ -129,8 +135,20 @@ class DataArguments:
         "JSONL files (.gz too) of chat rows: messages, ShareGPT conversations, or prompt and response. "
         "Default: the demo's.",
     )
+    eval_data: Optional[list[str]] = setting(
+        None, "Held-out chat rows, in the same formats: their loss and acceptance estimate are measured on the way."
+    )
+    eval_every: int = setting(100, "Steps between evaluations on --eval-data; there is one after the last step, too.")
     max_document_tokens: Optional[int] = setting(
         None, "Longer documents are counted and left out. Default: --tokens-per-micro-batch."
+    )
+    cut_off_answers: str = setting(
+        "keep",
+        "Rows whose finish_reason is 'length'. keep: train on the answer, without an end of turn. drop: count and leave out.",
+        choices=["keep", "drop"],
+    )
+    chat_template_kwargs: Optional[str] = setting(
+        None, "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'."
     )
     tokens_per_micro_batch: int = setting(1024, "Packed length N of a micro-batch, in tokens.")
     anchors_per_micro_batch: int = setting(32, "Blocks A trained per micro-batch, at most.")
@@ -139,9 +157,13 @@ class DataArguments:
         "ce: cross-entropy on the text. kl: KL divergence from the target's own distribution.",
         choices=["ce", "kl"],
     )
-    loss_gamma: Optional[float] = setting(
-        None, "Slot k weighs exp(-(k-1)/gamma). Default: 7, 5, 4 for B = 16, 10, 8, else B/2."
+    loss_weights: str = setting(
+        "decay",
+        "decay: slot k weighs exp(-(k-1)/gamma). dpace: D-PACE, weights from the drafter's own probabilities (ce only).",
+        choices=["decay", "dpace"],
     )
+    loss_gamma: Optional[float] = setting(None, "Gamma of the decay. Default: 7, 5, 4 for B = 16, 10, 8, else B/2.")
+    dpace_alpha: float = setting(0.5, "D-PACE: how far probabilities are drawn towards 1; 1 weighs by what is left.")
     noise_std: float = setting(0.0, "Standard deviation of the Gaussian noise added to the captured states.")
     noise_schedule: str = setting(
         "constant", "How the noise goes over the run.", choices=["constant", "linear", "cosine"]
@@ -156,7 +178,13 @@ class OptimizationArguments:
     gradient_accumulation_steps: int = setting(1, "Micro-batches per drafter rank and optimizer step.")
     learning_rate: float = setting(6e-4, "Peak learning rate.")
     warmup_ratio: float = setting(0.04, "Share of the steps in which the learning rate rises linearly.")
-    min_lr_ratio: float = setting(0.1, "Share of the peak at which the cosine ends.")
+    lr_schedule: str = setting(
+        "cosine",
+        "After the warm-up. cosine: falls all the way. wsd: stays at the peak, then falls linearly. constant: stays.",
+        choices=["cosine", "wsd", "constant"],
+    )
+    decay_ratio: float = setting(0.2, "Share of the steps, the last ones, in which wsd falls.")
+    min_lr_ratio: float = setting(0.1, "Share of the peak at which cosine and wsd end.")
     adam_beta1: float = setting(0.9, "AdamW beta 1.")
     adam_beta2: float = setting(0.95, "AdamW beta 2.")
     weight_decay: float = setting(0.0, "AdamW weight decay.")
@@ -180,7 +208,8 @@ class PipelineArguments:
     transport_timeout: float = setting(600.0, "Seconds any rank waits for another before it gives up.")
     device: str = setting(
         "auto",
-        "auto: CUDA when every local rank has a GPU of its own, else the CPU.",
+        "auto: CUDA when no two ranks of a role must share a GPU, else the CPU. A target and a drafter may share one: "
+        "hidden states then pass through host memory.",
         choices=["auto", "cuda", "cpu"],
     )
     compile: bool = setting(True, "Compile the drafter's layers (CUDA only).")
@@ -217,7 +246,7 @@ ARGUMENT_GROUPS = (
 
 
 def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
-    """Flags, over the defaults of `--config FILE.yaml`, over the built-in defaults.
+    """Flags, over those of `--config FILE.yaml`, over those of the drafter that `--init-from` names, over the defaults.
 
     Raises UserError for an unknown flag or key, a wrong type or a value that cannot work.
     """
@@ -232,16 +261,19 @@ def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
     )
     parser.add_argument("--config", help="YAML file of flag defaults, one `key: value` a flag.")
     argv = sys.argv[1:] if argv is None else argv
-    with_config = Parser([], add_help=False, allow_abbrev=False)
-    with_config.add_argument("--config")
-    config_path = with_config.parse_known_args(argv)[0].config
-    namespace = None
+    first = Parser([], add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--init-from", "--init_from")
+    config_path, yaml_flags = first.parse_known_args(argv)[0].config, []
     if config_path is not None:
         try:
-            namespace = parser.parse_args(read_yaml_flags(config_path))
+            yaml_flags = read_yaml_flags(config_path)
+            parser.parse_args(yaml_flags)
         except UserError as error:
             raise UserError(f"--config {config_path}: {error}") from None
-    namespace = parser.parse_args(argv, namespace)
+    init_from = first.parse_known_args([*yaml_flags, *argv])[0].init_from
+    drafter_flags = [] if init_from is None else read_drafter_flags(init_from)
+    namespace = parser.parse_args([*drafter_flags, *yaml_flags, *argv])
     groups = [G(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(G)}) for G in ARGUMENT_GROUPS]
     args = Arguments(*groups)
     check_arguments(args)
@@ -269,6 +301,20 @@ def read_yaml_flags(path: str) -> list[str]:
     return flags
 
 
+def read_drafter_flags(name: str) -> list[str]:
+    """The flags that describe a trained drafter, see `--init-from`."""
+    config = read_drafter_config(find_drafter_folder(name))
+    values = {
+        "block_size": config.block_size,
+        "num_draft_layers": config.num_hidden_layers,
+        "sliding_window": config.sliding_window,
+        "num_full_attention_layers": config.layer_types.count("full_attention"),
+        "mask_token_id": config.mask_token_id,
+    }
+    layer_ids = ["--fc_layer_ids", *map(str, config.target_layer_ids)]
+    return [f"--{key}={value}" for key, value in values.items()] + layer_ids
+
+
 def check_arguments(args: Arguments) -> None:
     """Raise UserError for values that no run could use, before anything is loaded."""
     drafter, data, optim, pipe, run = args.drafter, args.data, args.optimization, args.pipeline, args.run
@@ -282,14 +328,13 @@ def check_arguments(args: Arguments) -> None:
         ("--noise-std", data.noise_std, 0),
         ("--seed", data.seed, 0),
         ("--learning-rate", optim.learning_rate, 0),
-        ("--warmup-ratio", optim.warmup_ratio, 0),
-        ("--min-lr-ratio", optim.min_lr_ratio, 0),
         ("--weight-decay", optim.weight_decay, 0),
         ("--max-grad-norm", optim.max_grad_norm, 0),
         ("--max-steps", optim.max_steps, 1),
         ("--gradient-accumulation-steps", optim.gradient_accumulation_steps, 1),
         ("--prefetch-depth", pipe.prefetch_depth, 1),
         ("--transport-timeout", pipe.transport_timeout, 1),
+        ("--eval-every", data.eval_every, 1),
         ("--save-every", run.save_every, 0),
         ("--keep-checkpoints", run.keep_checkpoints, 1),
         ("--log-every", run.log_every, 1),
@@ -303,6 +348,14 @@ def check_arguments(args: Arguments) -> None:
     for flag, value in (("--adam-beta1", optim.adam_beta1), ("--adam-beta2", optim.adam_beta2)):
         if not 0 <= value < 1:
             raise UserError(f"{flag} {value}: must lie in 0..1, 1 excluded")
+    for flag, value in (("--warmup-ratio", optim.warmup_ratio), ("--decay-ratio", optim.decay_ratio),
+                        ("--min-lr-ratio", optim.min_lr_ratio), ("--dpace-alpha", data.dpace_alpha)):  # fmt: skip
+        if not 0 <= value <= 1:
+            raise UserError(f"{flag} {value}: must lie in 0..1")
+    if data.loss_weights == "dpace" and data.loss != "ce":
+        raise UserError("--loss-weights dpace needs --loss ce: it weighs by the probability of the text's own token")
+    if drafter.init_from is not None and drafter.init_from_target_layer is not None:
+        raise UserError("--init-from and --init-from-target-layer exclude each other")
     full = drafter.num_full_attention_layers
     if full is not None and not 0 <= full <= drafter.num_draft_layers:
         raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
@@ -310,21 +363,25 @@ def check_arguments(args: Arguments) -> None:
         raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, or auto")
     if (data.max_document_tokens or 0) > data.tokens_per_micro_batch:
         raise UserError("--max-document-tokens must not exceed --tokens-per-micro-batch: a document is never cut")
-    for path in data.train_data or []:
-        if not Path(path).is_file():
-            raise UserError(f"--train-data {path}: no such file")
+    for flag, paths in (("--train-data", data.train_data), ("--eval-data", data.eval_data)):
+        for path in paths or []:
+            if not Path(path).is_file():
+                raise UserError(f"{flag} {path}: no such file")
+        is_prepared(paths or [])
+    parse_template_kwargs(data.chat_template_kwargs)
     if not Path(optim.deepspeed).is_file():
         raise UserError(f"--deepspeed {optim.deepspeed}: no such file")
 
 
 def learning_rate_at(step: int, total_steps: int, args: OptimizationArguments) -> float:
-    """Linear warm-up to the peak, then a cosine down to its `min_lr_ratio` at the last step (steps from 0)."""
+    """Linear warm-up to the peak, then by `lr_schedule` down to its `min_lr_ratio` at the last step (steps from 0)."""
     warmup = max(1, round(args.warmup_ratio * total_steps))
     if step < warmup:
         return args.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total_steps - 1 - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return args.learning_rate * (args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine)
+    falling_from = warmup if args.lr_schedule == "cosine" else total_steps - 1 - round(args.decay_ratio * total_steps)
+    progress = min(1.0, max(0, step - falling_from) / max(1, total_steps - 1 - falling_from))
+    height = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress, "constant": 1.0}
+    return args.learning_rate * (args.min_lr_ratio + (1 - args.min_lr_ratio) * height[args.lr_schedule])
 
 
 def noise_std_at(step: int, total_steps: int, args: DataArguments) -> float:
@@ -406,16 +463,19 @@ def read_topology(num_target_ranks: str) -> Topology:
     return Topology(rank, world, local_rank, local_world, num_targets)
 
 
-def choose_device(requested: str, topology: Topology) -> torch.device:
-    """`--device`: CUDA needs one GPU per local rank."""
+def choose_device(requested: str, topology: Topology) -> tuple[torch.device, bool]:
+    """(device, whether GPUs are shared). A GPU may serve one target and one drafter, never two ranks of a role."""
     gpus = torch.cuda.device_count() if requested != "cpu" else 0
-    if requested == "cuda" and gpus < topology.local_world_size:
-        raise UserError(f"--device cuda: {topology.local_world_size} ranks on this host, but {gpus} GPUs")
-    if requested == "auto" and gpus < topology.local_world_size:
-        if topology.local_rank == 0:
+    first = topology.rank - topology.local_rank
+    targets = min(max(0, topology.num_targets - first), topology.local_world_size)
+    needed = max(targets, topology.local_world_size - targets)
+    if requested == "cuda" and gpus < needed:
+        raise UserError(f"--device cuda: {needed} ranks of one role on this host, but {gpus} GPUs")
+    if gpus < needed:
+        if requested == "auto" and topology.local_rank == 0:
             print(f"device: CPU ({topology.local_world_size} ranks on this host, {gpus} GPUs)", flush=True)
-        gpus = 0
-    return torch.device("cuda", topology.local_rank) if gpus else torch.device("cpu")
+        return torch.device("cpu"), False
+    return torch.device("cuda", topology.local_rank % gpus), gpus < topology.local_world_size
 
 
 @dataclass
@@ -434,8 +494,8 @@ class Fabric:
     The store outlives a restart of the workers by `torchrun --max-restarts`, so every key carries the attempt's number.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, timeout_s: float):
-        self.topology, self.device = topology, device
+    def __init__(self, topology: Topology, device: torch.device, shares_gpus: bool, timeout_s: float):
+        self.topology, self.device, self.shares_gpus = topology, device, shares_gpus
         self.timeout = timedelta(seconds=timeout_s)
         base, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=self.timeout)))
         self.attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -448,6 +508,8 @@ class Fabric:
         topology, device = self.topology, self.device
         self.world = self._gloo("world", topology.rank, topology.world_size)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(topology.role_rank), str(topology.role_size)
+        if device.type == "cuda":
+            os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes its GPU from it
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"role/{topology.role}", self.store),
@@ -472,7 +534,7 @@ class Fabric:
 
     def _payload_group(self, key: str, side: int):
         """A connected two-rank group for hidden states. NCCL makes its communicator here, not in the first step."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self.shares_gpus:  # NCCL refuses two ranks on one GPU
             return self._gloo(key, side, 2)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
@@ -554,7 +616,12 @@ CHATML = (
 )
 EMPTY_THINK = r"(\s*<think>\s*</think>\s*)?"  # some templates write it before an answer without reasoning
 PROBE = "PROBE-7f3a"  # an answer that no template writes by itself
+BESIDE_CONTENT = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # what else a model may write in a turn
+GENERATION_TAG = r"\{%-?\s*generation\s*-?%\}"  # marks, in some templates, what the model writes
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+TEMPLATE_ARGUMENTS = {"messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize",
+                      "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}  # fmt: skip
+DOCUMENT_ARRAYS = ("token_ids", "loss_mask", "offsets", "rows")
 
 
 @dataclass
@@ -562,7 +629,9 @@ class Documents:
     """Tokenised text. Document i is the slice offsets[i]:offsets[i+1] of the flat arrays.
 
     token_ids int32 [total], loss_mask bool [total], offsets int64 [count + 1], rows int64 [count]: the row of the
-    input (over all files, from 0) each document came from. `dropped` counts the rows left out, by reason.
+    input (over all files, from 0) each document came from. `dropped` counts what was left out of the `num_rows` rows
+    read, by reason. A document needs two neighbouring supervised tokens to be trained on (an anchor and its first
+    label); shorter ones stay, as context that weighs nothing, and so do a block's slots beyond a document's end.
     """
 
     token_ids: np.ndarray
@@ -570,6 +639,7 @@ class Documents:
     offsets: np.ndarray
     rows: np.ndarray
     dropped: dict[str, int]
+    num_rows: int = 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -582,7 +652,7 @@ class Documents:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for array in (self.token_ids, self.loss_mask, self.offsets):
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
 
     def summary(self) -> str:
@@ -590,8 +660,15 @@ class Documents:
             f"{len(self):,} documents, {self.offsets[-1]:,} tokens, {self.loss_mask.mean():.0%} supervised, "
             f"longest {self.lengths.max():,}"
         )
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
-        return text + f"; rows left out: {reasons or 'none'}"
+        return f"{text}; rows left out: {self.reasons()}"
+
+    def reasons(self) -> str:
+        """What was left out, by reason, as text."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+
+
+class RowError(ValueError):
+    """Why a row, or one of its documents, is left out. The text is the reason that is counted and shown."""
 
 
 def byte_tokenizer():
@@ -627,187 +704,415 @@ def load_tokenizer(args: TargetArguments):
     return tokenizer
 
 
+def parse_template_kwargs(text: Optional[str]) -> dict:
+    """`--chat-template-kwargs` as a dict. Raises UserError unless it is a JSON object of names that are free."""
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"--chat-template-kwargs {text}: expected a JSON object, as in " + '{"enable_thinking": false}')
+    if taken := sorted(values.keys() & TEMPLATE_ARGUMENTS):
+        raise UserError(f"--chat-template-kwargs: {', '.join(taken)} cannot be set: it comes from the data or the run")
+    return values
+
+
+def read_lines(paths: list[str]) -> Iterator[tuple[str, int, bytes]]:
+    """(file, line number, line) of every line that is not blank, in order; .gz files are unpacked."""
+    for path in paths:
+        try:
+            with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line := line.removeprefix(codecs.BOM_UTF8).strip():
+                        yield path, number, line
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"cannot read {path}: {first_line(error)}") from None
+
+
+def parse_row(path: str, number: int, line: bytes) -> dict:
+    """A line's JSON object. Raises UserError naming file and line where it is none, or holds no valid Unicode."""
+    try:
+        row = json.loads(line.decode())
+        if b"\\ud" in line or b"\\uD" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no character: no tokenizer takes it
+    except UnicodeError as error:
+        raise UserError(f"{path}, line {number}: not valid Unicode ({first_line(error)})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: not valid JSON ({first_line(error)})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
 def read_rows(paths: list[str]) -> Iterator[dict]:
     """The JSON objects of JSONL files (.gz too), in order. Raises UserError naming file and line of a broken one."""
-    for path in paths:
-        opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
-        with opened as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except ValueError as error:
-                    raise UserError(f"{path}, line {number}: not valid JSON ({first_line(error)})") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-                yield row
+    return (parse_row(*line) for line in read_lines(paths))
+
+
+def line_chunks(paths: list[str], max_lines: int = 256, max_bytes: int = 1 << 20) -> Iterator[list]:
+    """The lines in consecutive lists, each closed by the line that reaches either limit."""
+    chunk, size = [], 0
+    for line in read_lines(paths):
+        chunk.append(line)
+        size += len(line[2])
+        if len(chunk) >= max_lines or size >= max_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def plain_message(message: dict) -> dict:
+    """A message as chat templates expect it, and as servers hand it to them. Raises RowError.
+
+    Keys without a value go, text parts are joined, a tool call's arguments become an object where they are its JSON.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise RowError("with a turn without a role")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) and part.get("type") == "text" else {} for part in content]
+        content = [part.get("text") for part in parts]
+        content = "".join(content) if all(isinstance(text, str) for text in content) else None
+        message["content"] = content
+    if not isinstance(content, str):
+        raise RowError("with content that is not text")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [plain_tool_call(call) for call in message["tool_calls"]]
+    return message
+
+
+def plain_tool_call(call: dict) -> dict:
+    """A tool call whose arguments are an object; as it is where they are no JSON object."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError):
+        return call
+    return call | {"function": call["function"] | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def row_messages(row: dict) -> list[dict]:
-    """The chat of a row in any of the three formats, as `messages`. Raises ValueError (the reason) if it has none."""
+    """The chat of a row in any of the three formats, as `messages`. Raises RowError where it has none to train on."""
     messages = row.get("messages")
     if isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
-    if isinstance(row.get("conversations"), list):
-        turns = [turn for turn in row["conversations"] if isinstance(turn, dict)]
-        messages = [{"role": SHAREGPT_ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
+    turns = row.get("conversations")
+    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        roles = [SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns]
+        messages = [{"role": role, "content": turn.get("value")} for role, turn in zip(roles, turns)]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("without a conversation")
-    if not any(m.get("role") == "assistant" and (m.get("content") or m.get("tool_calls")) for m in messages):
-        raise ValueError("without an assistant turn")
+        raise RowError("without a conversation")
+    messages = [plain_message(message) for message in messages]
+    answers = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [j for j in answers if messages[j].get("content") or messages[j].get("tool_calls")]
+    if not answers:
+        raise RowError("without an assistant turn")
+    if answers == [0]:
+        raise RowError("whose only assistant turn answers nothing")
     return messages
 
 
 class ChatTokenizer:
     """Chat rows -> (token ids, loss mask), with the tokenizer's own template.
 
-    A turn's span is what the rendered chat has beyond the generation prompt: the answer and its end-of-turn token.
-    What the template itself writes before the answer (an empty think block, say) is not supervised.
+    Supervised are each answer and its end-of-turn token; what the template itself writes before an answer (an empty
+    think block, say) is not, nor is an assistant turn that opens the chat. Where answers stand is told by the
+    template's `{% generation %}` tags, else by the prefix method: what the chat with the turn has beyond the chat
+    before it and the generation prompt.
+
+    max_tokens: longer documents are left out · cut_off_answers: what becomes of rows whose `finish_reason` is
+    "length": "keep" (the last answer ends the document, without an end of turn) or "drop" · template_kwargs: variables
+    of the template
     """
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, max_tokens: Optional[int] = None, cut_off_answers: str = "keep",
+                 template_kwargs: Optional[dict] = None):  # fmt: skip
+        self.tokenizer, self.max_tokens, self.cut_off_answers = tokenizer, max_tokens, cut_off_answers
+        self.template_kwargs = template_kwargs or {}
         self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_texts = [tokenizer.added_tokens_decoder[i].content for i in sorted(self.special_ids)]
 
-    def render(self, messages: list[dict], row: dict, generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=row.get("tools"), tokenize=False, add_generation_prompt=generation_prompt
-        )
+    def documents(self, row: dict) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
+        """([(token ids int32, loss mask bool)], [why a document, or the whole row, is left out]) of a row.
 
-    def documents(self, row: dict) -> list[tuple[list[int], list[bool]]]:
-        """One document, or one per assistant turn where the template rewrites earlier turns.
-
-        Raises ValueError, its text the reason, when the row gives no document with a supervised token.
+        One document, or one per assistant turn where the template rewrites earlier turns. Never neither of both.
         """
-        messages = row_messages(row)
+        kept, reasons = [], []
         try:
-            full = self.render(messages, row, False)
-            turns = [self._turn(messages, j, row) for j, m in enumerate(messages) if m.get("role") == "assistant"]
-        except ValueError:
+            chats = self._chats(row)
+        except RowError as reason:
+            return [], [str(reason)]
+        for chat in chats:
+            try:
+                kept.append(self._tokenise(*chat))
+            except RowError as reason:
+                reasons.append(str(reason))
+        return kept, reasons
+
+    def tokenise_lines(self, lines: list[tuple[str, int, bytes]]) -> Documents:
+        """The documents of lines as `read_lines` gives them, perhaps none; `rows` counts from the first line."""
+        ids, masks, rows, dropped = [np.empty(0, np.int32)], [np.empty(0, bool)], [], Counter()
+        for number, line in enumerate(lines):
+            documents, reasons = self.documents(parse_row(*line))
+            dropped.update(reasons)
+            for token_ids, mask in documents:
+                ids.append(token_ids)
+                masks.append(mask)
+                rows.append(number)
+        offsets = np.cumsum([len(x) for x in ids])
+        rows = np.array(rows, np.int64)
+        return Documents(np.concatenate(ids), np.concatenate(masks), offsets, rows, dropped, len(lines))
+
+    def _chats(self, row: dict) -> list[tuple[str, list[tuple[int, int, int]], bool]]:
+        """[(rendered chat, [(answer start, answer end, turn end)] in characters, was its last answer cut off)]."""
+        messages, tools = row_messages(row), row.get("tools") or None
+        cut_off = row.get("finish_reason") == "length"
+        if cut_off and self.cut_off_answers == "drop":
+            raise RowError("cut off by a length limit")
+        answers = [j for j, message in enumerate(messages) if j > 0 and message["role"] == "assistant"]
+        cut_off = cut_off and answers[-1] == len(messages) - 1
+        try:
+            turns = [self._turn(messages, j, tools) for j in answers]
+        except RowError:
             raise
         except Exception:  # templates raise what they like: jinja's TemplateError, TypeError on odd content, ...
-            raise ValueError("refused by the chat template") from None
-        if all(full.startswith(text) for text, _, _ in turns):
-            turns = [(full, [span for _, spans, _ in turns for span in spans], turns[-1][2])]
-        cut_off = row.get("finish_reason") == "length"
-        documents = [self._tokenise(text, spans, cut_off and last) for text, spans, last in turns]
-        documents = [(ids, mask) for ids, mask in documents if any(mask)]
-        if not documents:
-            raise ValueError("without a supervised token")
-        return documents
+            raise RowError("refused by the chat template") from None
+        whole = turns[-1][0]
+        if all(whole.startswith(text) for text, _ in turns):
+            return [(whole, [span for _, spans in turns for span in spans], cut_off)]
+        return [(text, spans, cut_off and text is whole) for text, spans in turns]
 
-    def _turn(self, messages: list[dict], j: int, row: dict) -> tuple[str, list[tuple[int, int, int]], bool]:
-        """(chat up to and with turn j, [(answer start, answer end, turn end)] in characters, is it the last turn)."""
-        prompt = self.render(messages[:j], row, True)
-        text = self.render(messages[: j + 1], row, False)
+    def _turn(self, messages: list[dict], j: int, tools) -> tuple[str, list[tuple[int, int, int]]]:
+        """(chat up to and with turn j, the spans of that turn)."""
+        prompt, text = self._render(messages[:j], tools, True), self._render(messages[: j + 1], tools, False)
+        template = self.tokenizer.get_chat_template(tools=tools)
+        tagged = re.search(GENERATION_TAG, template)
+        if tagged and not text.startswith(prompt):  # the tags know better where an answer starts
+            prompt = self._render(messages[:j], tools, False)
         if not text.startswith(prompt) or len(text) == len(prompt):
-            raise ValueError("whose chat template does not continue its own generation prompt")
-        is_last = j == len(messages) - 1
-        content = messages[j].get("content")
-        content = content if isinstance(content, str) else ""
-        answer = content if content in text[len(prompt) :] else content.strip()
-        start = self._find_answer(messages, j, row, len(prompt), text, answer)
+            raise RowError("whose chat template does not continue its own generation prompt")
+        if tagged:
+            return text, self._tagged_spans(template, messages[: j + 1], tools, text, len(prompt))
+        content = messages[j].get("content", "")
+        answer = content if text.find(content, len(prompt)) >= 0 else content.strip()
+        start = self._find_answer(messages, j, tools, len(prompt), text, answer)
         if start >= 0:
-            return text, [(start, start + len(answer), len(text))], is_last
+            return text, [(start, start + len(answer), len(text))]
         # The template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's.
         start = len(prompt) + len(re.match(EMPTY_THINK, text[len(prompt) :]).group())
         body = text.rstrip()
-        closing = next((token for token in self.special_texts if body.endswith(token)), "")
-        return text, [(start, len(body) - len(closing), len(text))], is_last
+        return text, [(start, len(body) - len(self._closing_token(body)), len(text))]
 
-    def _find_answer(self, messages: list[dict], j: int, row: dict, begin: int, text: str, answer: str) -> int:
+    def _render(self, messages: list[dict], tools, generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.template_kwargs
+        )
+
+    def _tagged_spans(self, template: str, messages: list[dict], tools, text: str, begin: int):
+        """The spans of `{% generation %}` tags beyond `begin`; an end of turn counts in or right behind the tags."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables = {**self.tokenizer.special_tokens_map, **self.template_kwargs}
+        [marked], [spans] = render_jinja_template(
+            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **variables
+        )
+        if marked != text:
+            raise RowError("that renders otherwise when its generation tags are followed")
+        found = []
+        for start, end in spans:
+            if end <= begin:
+                continue
+            body = text[:end].rstrip()
+            if closing := self._closing_token(body):
+                found.append((max(start, begin), len(body) - len(closing), end))
+                continue
+            behind = re.compile(r"\s*").match(text, end).end()
+            closing = next((token for token in self.special_texts if text.startswith(token, behind)), "")
+            found.append((max(start, begin), end, behind + len(closing)))
+        return found
+
+    def _closing_token(self, text: str) -> str:
+        """The special token at the end of a text, or nothing."""
+        return next((token for token in self.special_texts if text.endswith(token)), "")
+
+    def _find_answer(self, messages: list[dict], j: int, tools, begin: int, text: str, answer: str) -> int:
         """Where the answer of turn j starts; -1 where it is not all that the model wrote in this turn."""
-        if not answer or any(messages[j].get(key) for key in ("reasoning_content", "reasoning", "thinking", "tool_calls")):
+        if not answer or any(messages[j].get(key) for key in BESIDE_CONTENT):
             return -1
         start = text.find(answer, begin)
         if text.find(answer, start + 1) < 0:
             return start
         # It stands there more than once, perhaps in what the template writes: see where another answer would stand.
-        start = self.render([*messages[:j], messages[j] | {"content": PROBE}], row, False).find(PROBE, begin)
+        start = self._render([*messages[:j], messages[j] | {"content": PROBE}], tools, False).find(PROBE, begin)
         return start if text.startswith(answer, max(start, 0)) else -1
 
-    def _tokenise(self, text: str, spans: list[tuple[int, int, int]], cut_off: bool) -> tuple[list[int], list[bool]]:
+    def _tokenise(self, text: str, spans: list[tuple[int, int, int]], cut_off: bool) -> tuple[np.ndarray, np.ndarray]:
         """Tokenise rendered chat; supervise each span's answer and the first special token after it.
 
         A last answer that was cut off by a length limit ends the document: no end of turn is invented for it.
         """
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        mask = [False] * len(ids)
-        for number, (start, answer_end, turn_end) in enumerate(spans):
-            for i, (begin, end) in enumerate(offsets):
-                if begin < start or begin >= turn_end:
-                    continue
-                if begin >= answer_end:
-                    if cut_off and number == len(spans) - 1:
-                        return ids[:i], mask[:i]
-                    if ids[i] in self.special_ids:
-                        mask[i] = True
-                        break
-                else:
-                    mask[i] = end > begin
+        if self.max_tokens is not None and len(text) > 64 * self.max_tokens:
+            beginning = len(self._encode(text[: 64 * self.max_tokens]))  # enough to tell a giant from a long document
+            self._check_length(beginning // 2)
+        encoding = self._encode(text)
+        ids, mask = np.array(encoding.ids, np.int32), np.zeros(len(encoding), bool)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        # some tokenizers trim white space from offsets: a token of nothing else starts where the one before it ended
+        begins = np.where(begins < ends, begins, np.append(0, np.maximum.accumulate(ends)[:-1])) if len(ids) else begins
+        bounds = np.searchsorted(np.maximum.accumulate(begins), np.array(spans, np.int64).reshape(-1, 3))
+        for first, answer_end, turn_end in bounds.tolist():
+            mask[first:answer_end] = True
+            closing = (i for i in range(answer_end, turn_end) if int(ids[i]) in self.special_ids)
+            if (end_of_turn := next(closing, None)) is not None:
+                mask[end_of_turn] = True
+        if cut_off and len(bounds):
+            ids, mask = ids[: bounds[-1, 1]], mask[: bounds[-1, 1]]
+        self._check_length(len(ids))
+        if not mask.any():
+            raise RowError("without a supervised token")
+        if mask.all():
+            raise RowError("in which every token would be supervised")
         return ids, mask
 
+    def _encode(self, text: str):
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).encodings[0]
 
-def tokenise_rows(paths: list[str], tokenizer, max_tokens: int, show_progress: bool) -> Documents:
-    """Read and tokenise every row. Rows that give no usable document are counted by reason."""
+    def _check_length(self, num_tokens: int) -> None:
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise RowError(f"over {self.max_tokens} tokens")
+
+
+def join_documents(parts: Iterable[Documents], paths: list[str], tokenizer, show_progress: bool) -> Documents:
+    """The documents of consecutive chunks of the files as one. Raises UserError, with the reasons, if there is none."""
     from tqdm import tqdm
 
-    chat, dropped = ChatTokenizer(tokenizer), Counter()
-    ids, masks, rows = [], [], []
-    bar = tqdm(read_rows(paths), desc="tokenising", unit=" rows", disable=not show_progress, leave=False)
-    for number, row in enumerate(bar):
-        try:
-            documents = chat.documents(row)
-        except ValueError as reason:
-            dropped[str(reason)] += 1
-            continue
-        for token_ids, mask in documents:
-            if len(token_ids) > max_tokens:
-                dropped[f"over {max_tokens} tokens"] += 1
-                continue
-            ids.append(np.array(token_ids, np.int32))
-            masks.append(np.array(mask, bool))
-            rows.append(number)
-    if not ids:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "the files are empty"
-        raise UserError(f"no usable row in {', '.join(paths)}: {reasons}")
-    offsets = np.cumsum([0] + [len(x) for x in ids])
-    return Documents(np.concatenate(ids), np.concatenate(masks), offsets, np.array(rows), dict(dropped))
+    kept, dropped, num_rows = [], Counter(), 0
+    total = sum(1 for _ in read_lines(paths)) if show_progress else None
+    with tqdm(total=total, desc="tokenising", unit=" rows", disable=not show_progress, leave=False) as bar:
+        for part in parts:
+            kept.append((part.token_ids, part.loss_mask, part.lengths, part.rows + num_rows))
+            dropped.update(part.dropped)
+            num_rows += part.num_rows
+            bar.update(part.num_rows)
+    if not any(len(rows) for *_, rows in kept):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "the files are empty"
+        template = f" with the chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
+        raise UserError(f"no usable row in {', '.join(paths)}{template}: {reasons}")
+    ids, mask, lengths, rows = (np.concatenate(arrays) for arrays in zip(*kept))
+    return Documents(ids, mask, np.append(0, np.cumsum(lengths)), rows, dict(sorted(dropped.items())), num_rows)
 
 
-def load_documents(args: Arguments, tokenizer, topology: Topology, store) -> Documents:
-    """Tokenise once per host (local rank 0), into a cache that its other ranks map into memory.
+def tokenise_rows(paths: list[str], tokenizer, max_tokens: int, show_progress: bool, cut_off_answers: str = "keep",
+                  template_kwargs: Optional[dict] = None) -> Documents:  # fmt: skip
+    """Read and tokenise every row. Rows that give no usable document are counted by reason."""
+    chat = ChatTokenizer(tokenizer, max_tokens, cut_off_answers, template_kwargs)
+    return join_documents(map(chat.tokenise_lines, line_chunks(paths)), paths, tokenizer, show_progress)
 
-    The cache's name is a hash of the files, the tokenizer, its template and the limits, so a stale one is never read.
+
+def describe_text(tokenizer, max_tokens: int, cut_off_answers: str, template_kwargs: dict) -> dict:
+    """What decides, beside the rows, which documents they become, by the name that an error gives it."""
+
+    def digest(value) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}  # state of calls
+    return {
+        "tokenizer": digest([backend, tokenizer.special_tokens_map]),
+        "chat template": digest(tokenizer.chat_template),
+        "--chat-template-kwargs": template_kwargs,
+        "--max-document-tokens": max_tokens,
+        "--cut-off-answers": cut_off_answers,
+        "layout": 3,
+    }
+
+
+def write_documents(documents: Documents, path: Path, text: dict) -> None:
+    """One safetensors file, whole or not there at all, the same bytes each time; `text`: what `describe_text` gave."""
+    from safetensors.torch import save_file
+
+    about = {"text": text, "fingerprint": documents.fingerprint}
+    about |= {"dropped": documents.dropped, "num_rows": documents.num_rows}
+    arrays = {name: torch.from_numpy(getattr(documents, name)) for name in DOCUMENT_ARRAYS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.environ.get('GROUP_RANK', '0')}.partial")  # hosts may share the folder
+    save_file(arrays, partial, {"documents": json.dumps(about)})
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def open_documents(path: str | Path) -> tuple[Documents, dict]:
+    """(documents, what `describe_text` gave) of a file of `write_documents`.
+
+    The arrays are mapped into memory, not read: all processes of a host share them. Raises UserError for another file.
     """
-    from safetensors.numpy import load_file, save_file
+    from safetensors import SafetensorError, safe_open
 
-    paths = args.data.train_data or [str(DEMO_DATA)]
-    max_tokens = args.data.max_document_tokens or args.data.tokens_per_micro_batch
-    key = hashlib.sha256(json.dumps([tokenizer.chat_template, max_tokens, "layout 2"]).encode())
-    key.update(tokenizer.backend_tokenizer.to_str().encode())
-    for path in paths:
-        key.update(Path(path).read_bytes())
-    cache = Path(args.run.output_dir) / "data" / f"{key.hexdigest()[:16]}.safetensors"
-    done = f"data/{os.environ.get('GROUP_RANK', '0')}"
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["documents"])
+            arrays = [file.get_tensor(name).numpy() for name in DOCUMENT_ARRAYS]
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{path} is no file of tools/prepare_data.py: {first_line(error)}") from None
+    documents = Documents(*arrays, about["dropped"], about["num_rows"])
+    documents.fingerprint = about["fingerprint"]  # hashed when they were written
+    return documents, about["text"]
+
+
+def check_prepared(path: str, text: dict) -> None:
+    """Raise UserError, naming what differs, unless a prepared file was made as `text` (of `describe_text`) says."""
+    saved, differences = open_documents(path)[1], []
+    for name, here in text.items():
+        if (there := saved.get(name)) != here:
+            values = f"{name} {json.dumps(there)}, not {json.dumps(here)}"
+            differences.append(values if name.startswith("--") else f"another {name}")
+    if differences:
+        raise UserError(f"{path} was prepared with {', '.join(differences)}: prepare it again or use its settings")
+
+
+def load_documents(paths: list[str], args: Arguments, tokenizer, topology: Topology, store, name: str) -> Documents:
+    """The documents of `paths`, tokenised once per host (by local rank 0) and mapped into memory by all its ranks.
+
+    JSONL goes through a cache whose name is a hash of the files, the tokenizer, its template and the settings, so that
+    a stale one is never read. A file of tools/prepare_data.py is taken as it is; raises UserError where it was made
+    with another tokenizer or other settings than this run's. `name` ("train", ...) is unique within a run.
+    """
+    host = os.environ.get("GROUP_RANK", "0")
     if topology.local_rank == 0:
-        if not cache.exists():
-            documents = tokenise_rows(paths, tokenizer, max_tokens, show_progress=topology.rank == 0)
-            arrays = dict(ids=documents.token_ids, mask=documents.loss_mask, offsets=documents.offsets,
-                          rows=documents.rows)  # fmt: skip
-            arrays["dropped"] = np.frombuffer(json.dumps(documents.dropped).encode(), np.uint8)
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            partial = cache.with_suffix(f".{os.getpid()}.tmp")
-            save_file(arrays, partial)
-            partial.replace(cache)
-        store.set(done, "1")
-    wait_for_key(store, done, f"[{topology}] waiting for local rank 0 to tokenise the data")
-    arrays = load_file(cache)
-    dropped = json.loads(arrays.pop("dropped").tobytes())
-    return Documents(arrays["ids"], arrays["mask"], arrays["offsets"], arrays["rows"], dropped)
+        path = settle_documents(paths, args, tokenizer, show_progress=topology.rank == 0)
+        store.set(f"data/{name}/{host}", str(path))
+    # no rank goes on before every host is ready: this wait has no limit, those to come have one
+    for other in range(int(os.environ.get("GROUP_WORLD_SIZE", "1"))):
+        wait_for_key(store, f"data/{name}/{other}", f"[{topology}] waiting for host {other} to tokenise {name} data")
+    return open_documents(store.get(f"data/{name}/{host}").decode())[0]
+
+
+def settle_documents(paths: list[str], args: Arguments, tokenizer, show_progress: bool) -> Path:
+    """The file with the documents of `paths` for this run: the prepared one, or the cache, made if it is missing."""
+    data, kwargs = args.data, parse_template_kwargs(args.data.chat_template_kwargs)
+    max_tokens = data.max_document_tokens or data.tokens_per_micro_batch
+    text = describe_text(tokenizer, max_tokens, data.cut_off_answers, kwargs)
+    if is_prepared(paths):
+        check_prepared(paths[0], text)
+        return Path(paths[0])
+    key = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
+    for path in paths:
+        with open(path, "rb") as file:
+            key.update(hashlib.file_digest(file, "sha256").digest())
+    cache = Path(args.run.output_dir) / "data" / f"{key.hexdigest()[:16]}.safetensors"
+    if not cache.exists():
+        documents = tokenise_rows(paths, tokenizer, max_tokens, show_progress, data.cut_off_answers, kwargs)
+        write_documents(documents, cache, text)
+    return cache
+
+
+def is_prepared(paths: list[str]) -> bool:
+    """Whether `paths` is a file of tools/prepare_data.py. Raises UserError where one stands among other files."""
+    prepared = [path.endswith(".safetensors") for path in paths]
+    if any(prepared) and len(paths) > 1:
+        raise UserError(f"a prepared file stands alone: {', '.join(paths)}")
+    return any(prepared)
 
 
 def wait_for_key(store, key: str, what: str, announce_every_s: float = 60.0) -> None:
@@ -858,7 +1163,7 @@ def random_stream(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-EPOCH_STREAM, ANCHOR_STREAM, NOISE_STREAM = 1, 2, 3
+EPOCH_STREAM, ANCHOR_STREAM, NOISE_STREAM, HELD_OUT_STREAM = 1, 2, 3, 4
 
 
 def pack_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, open_packs: int = 16) -> list[np.ndarray]:
@@ -917,41 +1222,89 @@ class BatchPlan:
 
 
 class Planner:
-    """Plans of one run: `plan(m)` is a pure function of (dataset fingerprint, seed, m), the same on every rank."""
+    """Plans of one run: `plan(m)` is a pure function of (dataset fingerprint, seed, m), the same on every rank.
 
-    def __init__(self, documents: Documents, args: Arguments, num_drafters: int):
-        self.documents, self.data = documents, args.data
+    With held-out documents, every `eval_every` steps and after the last one, the numbers continue through all of them:
+    an evaluation is so many more micro-batches in the one global order, and does not change what the others hold.
+    """
+
+    def __init__(self, documents: Documents, args: Arguments, num_drafters: int, held_out: Optional[Documents] = None):
+        self.documents, self.held_out, self.data = documents, held_out, args.data
         self.tokens, self.anchors = args.data.tokens_per_micro_batch, args.data.anchors_per_micro_batch
         self.block = args.drafter.block_size
         gamma = args.data.loss_gamma or loss_gamma(self.block)
         self.slot_weights = np.exp(-(np.arange(self.block) - 1) / gamma).astype(np.float32)
+        if args.data.loss_weights == "dpace":  # the weights proper follow in the loss: see `dpace_weights`
+            self.slot_weights[:] = 1.0
         self.slot_weights[0] = 0.0
         self.micro_batches_per_step = num_drafters * args.optimization.gradient_accumulation_steps
         self.total_steps = args.optimization.max_steps
-        self.epoch_starts = [0]  # epoch_starts[e]: number of the first micro-batch of epoch e
+        self.epoch_starts = [0]  # epoch_starts[e]: number of the first training pack of epoch e
         self.plan = functools.lru_cache(maxsize=4 * self.micro_batches_per_step)(self._plan)
         self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
         if (epochs := args.optimization.num_epochs) is not None:
             whole = sum(len(self.epoch(e)) for e in range(int(epochs)))
             part = round((epochs % 1) * len(self.epoch(int(epochs)))) if epochs % 1 else 0
             self.total_steps = max(1, -(-(whole + part) // self.micro_batches_per_step))
+        self.held_out_packs = [] if held_out is None else pack_epoch(held_out.lengths, self.tokens, self.data.seed, 0)
+        # every drafter takes part in an evaluation with the same number of micro-batches, the last ones perhaps empty
+        self.eval_micro_batches = -(-len(self.held_out_packs) // num_drafters) * num_drafters
 
     def _epoch(self, epoch: int) -> list[np.ndarray]:
         return pack_epoch(self.documents.lengths, self.tokens, self.data.seed, epoch)
 
+    def first_m(self, step: int) -> int:
+        """Number of the first micro-batch of a step: after those of all earlier steps and evaluations."""
+        return step * self.micro_batches_per_step + step // self.data.eval_every * self.eval_micro_batches
+
+    @functools.cached_property
+    def end_m(self) -> int:
+        """One past the run's last micro-batch."""
+        return max(self.first_m(self.total_steps), self.evaluation_after(self.total_steps).stop)
+
+    def micro_batches(self, step: int) -> range:
+        """The numbers that optimizer step `step` consumes."""
+        return range(self.first_m(step), self.first_m(step) + self.micro_batches_per_step)
+
+    def evaluation_after(self, steps: int) -> range:
+        """The numbers of the evaluation after so many steps; empty where none is due."""
+        if steps % self.data.eval_every and steps != self.total_steps:
+            return range(0)
+        start = self.micro_batches(steps - 1).stop
+        return range(start, start + self.eval_micro_batches)
+
     def locate(self, m: int) -> tuple[int, int]:
-        """(epoch, pack within it) of micro-batch m."""
+        """(step, index within the step's micro-batches, or past them: within the evaluation after it) of number m."""
+        every = self.data.eval_every
+        cycles, rest = divmod(m, self.first_m(every))
+        step = cycles * every + min(rest // self.micro_batches_per_step, every - 1)
+        if self.eval_micro_batches:
+            step = min(step, self.total_steps - 1)
+        return step, m - self.first_m(step)
+
+    def locate_pack(self, index: int) -> tuple[int, int]:
+        """(epoch, pack within it) of the training pack of that number, counted over all epochs."""
         starts = self.epoch_starts  # replaced, never changed: a drafter plans on its receiver's thread too
-        while starts[-1] <= m:
+        while starts[-1] <= index:
             starts = [*starts, starts[-1] + len(self.epoch(len(starts) - 1))]
         self.epoch_starts = starts
-        epoch = next(e for e in reversed(range(len(starts))) if starts[e] <= m)
-        return epoch, m - starts[epoch]
+        epoch = next(e for e in reversed(range(len(starts))) if starts[e] <= index)
+        return epoch, index - starts[epoch]
 
     def _plan(self, m: int) -> BatchPlan:
-        epoch, index = self.locate(m)
-        documents = self.epoch(epoch)[index]
-        lengths = self.documents.lengths[documents]
+        step, place = self.locate(m)
+        if place >= self.micro_batches_per_step:
+            index = place - self.micro_batches_per_step
+            pack = self.held_out_packs[index % len(self.held_out_packs)]
+            anchors = self.anchors if index < len(self.held_out_packs) else 0
+            return self._lay_out(m, self.held_out, pack, (HELD_OUT_STREAM, index), anchors, noise_std=0.0)
+        index = step * self.micro_batches_per_step + place
+        epoch, pack = self.locate_pack(index)
+        std = noise_std_at(step, self.total_steps, self.data)
+        return self._lay_out(m, self.documents, self.epoch(epoch)[pack], (ANCHOR_STREAM, index), self.anchors, std)
+
+    def _lay_out(self, m: int, source: Documents, documents, anchor_key, max_anchors: int, noise_std: float) -> BatchPlan:
+        lengths = source.lengths[documents]
         longest_first = np.argsort(-lengths, kind="stable")  # the target's length buckets are then contiguous
         documents, lengths = documents[longest_first], lengths[longest_first]
         used = int(lengths.sum())
@@ -959,24 +1312,23 @@ class Planner:
         position_ids, loss_mask = np.zeros(self.tokens, np.int64), np.zeros(self.tokens, bool)
         row = 0
         for i, (document, length) in enumerate(zip(documents, lengths)):
-            source = slice(self.documents.offsets[document], self.documents.offsets[document + 1])
+            tokens = slice(source.offsets[document], source.offsets[document + 1])
             rows = slice(row, row + length)
-            token_ids[rows], loss_mask[rows] = self.documents.token_ids[source], self.documents.loss_mask[source]
+            token_ids[rows], loss_mask[rows] = source.token_ids[tokens], source.loss_mask[tokens]
             document_ids[rows], position_ids[rows] = i, np.arange(length)
             row += length
-        anchor_rows, num_anchors = self._draw_anchors(m, document_ids, loss_mask)
+        anchor_rows, num_anchors = self._draw_anchors(anchor_key, max_anchors, document_ids, loss_mask)
         labels, weights = self._label(token_ids, document_ids, loss_mask, anchor_rows, num_anchors)
-        std = noise_std_at(m // self.micro_batches_per_step, self.total_steps, self.data)
-        noise_seed = int(random_stream(self.data.seed, NOISE_STREAM, m).integers(2**62))
+        noise_seed = int(random_stream(self.data.seed, NOISE_STREAM, anchor_key[1]).integers(2**62))
         return BatchPlan(m, documents, lengths, used, token_ids, document_ids, position_ids, loss_mask,
-                         anchor_rows, num_anchors, labels, weights, std, noise_seed)  # fmt: skip
+                         anchor_rows, num_anchors, labels, weights, noise_std, noise_seed)  # fmt: skip
 
-    def _draw_anchors(self, m: int, document_ids, loss_mask) -> tuple[np.ndarray, int]:
+    def _draw_anchors(self, key, max_anchors: int, document_ids, loss_mask) -> tuple[np.ndarray, int]:
         """Up to A rows, uniformly without replacement, where the row and the next are supervised in one document."""
         valid = loss_mask[:-1] & loss_mask[1:] & (document_ids[:-1] == document_ids[1:])
         candidates = np.flatnonzero(valid)
-        chosen = random_stream(self.data.seed, ANCHOR_STREAM, m).random(len(candidates)).argsort(kind="stable")
-        chosen = np.sort(candidates[chosen[: self.anchors]])
+        chosen = random_stream(self.data.seed, *key).random(len(candidates)).argsort(kind="stable")
+        chosen = np.sort(candidates[chosen[:max_anchors]])
         return np.pad(chosen, (0, self.anchors - len(chosen))), len(chosen)
 
     def _label(self, token_ids, document_ids, loss_mask, anchor_rows, num_anchors) -> tuple[np.ndarray, np.ndarray]:
@@ -989,13 +1341,9 @@ class Planner:
         counts[num_anchors:] = False
         return token_ids[rows], (counts * self.slot_weights).astype(np.float32)
 
-    def micro_batches(self, step: int) -> range:
-        """The numbers that optimizer step `step` consumes."""
-        return range(step * self.micro_batches_per_step, (step + 1) * self.micro_batches_per_step)
-
-    def step_weight(self, step: int) -> float:
-        """Sum of loss weights over the whole global batch of a step: the divisor of its loss, known in advance."""
-        return sum(self.plan(m).weight_sum for m in self.micro_batches(step))
+    def weight(self, numbers: range) -> float:
+        """Sum of loss weights over a step's (or evaluation's) micro-batches: the divisor of its loss, known in advance."""
+        return sum(self.plan(m).weight_sum for m in numbers)
 
 
 # ======================================================================================================================
@@ -1380,14 +1728,20 @@ class TransportError(RuntimeError):
 
 
 class Slot:
-    """Memory for the hidden states of one micro-batch. It has one owner at a time."""
+    """Memory for the hidden states of one micro-batch. It has one owner at a time.
 
-    def __init__(self, number: int, tokens: int, num_layers: int, hidden_size: int, with_last: bool, dtype, device):
+    `staged`: the payload travels through pinned host memory, for ranks that share a GPU.
+    """
+
+    def __init__(self, number: int, tokens: int, num_layers: int, hidden_size: int, with_last: bool, dtype, device,
+                 staged: bool = False):  # fmt: skip
         self.number, self.tokens, self.num_layers, self.hidden_size = number, tokens, num_layers, hidden_size
         self.owner = "free"
         self.hidden = torch.zeros(tokens * num_layers * hidden_size, dtype=dtype, device=device)
         self.last = torch.zeros(tokens * hidden_size, dtype=dtype, device=device) if with_last else None
         self.in_use = torch.cuda.Event() if torch.device(device).type == "cuda" else None  # the owner's last kernel
+        whole = self.messages(tokens) if staged else []
+        self.host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in whole]
 
     def joined(self, n: int) -> Tensor:
         """The packed form: [n, K*H]."""
@@ -1407,6 +1761,20 @@ class Slot:
         parts = [self.hidden[: n * self.num_layers * self.hidden_size]]
         parts += [] if self.last is None else [self.last[: n * self.hidden_size]]
         return [part.view(torch.uint8) for part in parts]
+
+    def wire(self, n: int) -> list[Tensor]:
+        """What is sent or received for n tokens: the payload itself, or its host copy."""
+        return [host[: len(part)] for host, part in zip(self.host, self.messages(n))] or self.messages(n)
+
+    def stage_out(self, n: int) -> None:
+        """Fill the host copy, if there is one, before sending."""
+        for host, part in zip(self.wire(n), self.messages(n)) if self.host else ():
+            host.copy_(part)
+
+    def stage_in(self, n: int) -> None:
+        """Take over the host copy, if there is one, after receiving."""
+        for host, part in zip(self.wire(n), self.messages(n)) if self.host else ():
+            part.copy_(host, non_blocking=True)
 
     def checksum(self, n: int) -> int:
         """Position-dependent sum over the payload's 16- or 32-bit words."""
@@ -1553,7 +1921,8 @@ class HiddenStateSender:
         link = self.fabric.links[drafter]
         self._control_send(link, self._pack(job))
         if self._await_credit(link, m):
-            for message in job.slot.messages(job.plan.num_tokens):
+            job.slot.stage_out(job.plan.num_tokens)
+            for message in job.slot.wire(job.plan.num_tokens):
                 post(lambda: link.payload.send([message], link.peer, 0), link, m, "sending the payload")
         else:
             self.ended.add(drafter)
@@ -1611,7 +1980,6 @@ class HiddenStateReceiver:
         self.fabric, self.ring, self.planner, self.args = fabric, ring, planner, args
         topology = fabric.topology
         self.numbers = itertools.count(first_m + topology.role_rank, topology.num_drafters)
-        self.last_m = planner.total_steps * planner.micro_batches_per_step
         self.ended: set[int] = set()  # targets whose stream is over
         self.stopping = threading.Event()
         self.target_asked_stop = threading.Event()
@@ -1676,15 +2044,16 @@ class HiddenStateReceiver:
             self.ended.add(target)
             return
         slot = None
-        if m < self.last_m and not self.stopping.is_set():
+        if m < self.planner.end_m and not self.stopping.is_set():
             slot = self.ring.acquire("receiving")
         answer = torch.tensor([STOP if slot is None else GRANT, m], dtype=torch.int64)
         post(lambda: link.control.send([answer], link.peer, 0), link, m, "sending the credit")
         if slot is None:
             self.ended.add(target)
             return
-        for message in slot.messages(header.tokens):
+        for message in slot.wire(header.tokens):
             post(lambda: link.payload.recv([message], link.peer, 0), link, m, "receiving the payload")
+        slot.stage_in(header.tokens)
         if slot.in_use is not None:
             slot.in_use.record()
             slot.in_use.synchronize()
@@ -1722,13 +2091,31 @@ class HiddenStateReceiver:
 # ======================================================================================================================
 
 
-def length_buckets(lengths: np.ndarray, fill: float = 0.75) -> list[slice]:
-    """Cut documents, longest first, into forward passes in which each is at least `fill` as long as the longest."""
-    starts = [0]
-    for i, length in enumerate(lengths):
-        if length < fill * lengths[starts[-1]]:
-            starts.append(i)
-    return [slice(a, b) for a, b in zip(starts, starts[1:] + [len(lengths)])]
+def length_buckets(lengths: np.ndarray, pass_cost: float) -> list[slice]:
+    """Cut documents, longest first, into the cheapest forward passes: each costs its padded tokens and `pass_cost` more."""
+    costs, begins = np.zeros(len(lengths) + 1), [0]
+    for end in range(1, len(lengths) + 1):  # costs[end]: the cheapest way to lay out the first `end` documents
+        options = costs[:end] + (end - np.arange(end)) * lengths[:end] + pass_cost
+        begins.append(int(options.argmin()))
+        costs[end] = options[begins[end]]
+    buckets, end = [], len(lengths)
+    while end > 0:
+        buckets.insert(0, slice(begins[end], end))
+        end = begins[end]
+    return buckets
+
+
+def forward_pass_cost(layers: nn.ModuleList, device: torch.device) -> float:
+    """What starting one forward pass costs, in tokens of arithmetic. A function of the model alone, so that all target
+    ranks cut alike.
+
+    On a GPU: 4 ms to launch a layer (139 ms for 36 layers, transformers on an H200's host) against 2 FLOP a weight and
+    token at 500 TFLOP/s.
+    """
+    if device.type == "cpu":
+        return 64
+    weights = sum(p.numel() for p in layers.parameters())
+    return len(layers) * 4e-3 * 500e12 / (2 * weights)
 
 
 class TargetRunner:
@@ -1741,6 +2128,7 @@ class TargetRunner:
         if not with_last:
             del layers[fc_layer_ids[-1] + 1 :]  # nobody reads what the later layers compute
         self.decoder, self.device = model.get_decoder(), device
+        self.pass_cost = forward_pass_cost(layers, device)
 
     @torch.no_grad()
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
@@ -1749,7 +2137,7 @@ class TargetRunner:
         Causal layers never let a real token see the padding after it, so no mask is needed.
         """
         shots, row = [], 0
-        for documents in length_buckets(plan.lengths):
+        for documents in length_buckets(plan.lengths, self.pass_cost):
             lengths = plan.lengths[documents]
             rows = slice(row, row + int(lengths.sum()))
             padded = torch.zeros(len(lengths) * int(lengths[0]), dtype=torch.int64)
@@ -1765,11 +2153,10 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
     """Compute every micro-batch of this rank in order, then end each drafter's stream."""
     topology, device = fabric.topology, fabric.device
     sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested)
-    last_m = planner.total_steps * planner.micro_batches_per_step
     period = math.lcm(topology.num_targets, topology.num_drafters)
     mine = (m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
     for m in mine:
-        if m >= last_m or sender.stopping:
+        if m >= planner.end_m or sender.stopping:
             break
         plan = planner.plan(m)
         forward = Span(device)
@@ -1793,7 +2180,7 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Geometry of a drafter; `to_json` / `from_json` are the `config.json` that z-lab's code, SGLang and vLLM read."""
+    """Geometry of a drafter. `to_json` is the `config.json` that z-lab's code, SGLang and vLLM read."""
 
     hidden_size: int
     intermediate_size: int
@@ -1808,7 +2195,7 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: Optional[int]  # None: read from a format that does not say
     layer_types: tuple[str, ...]
     sliding_window: int
 
@@ -1853,6 +2240,7 @@ class DrafterConfig:
             "max_window_layers": 0 if slides else self.num_hidden_layers,
             "rope_scaling": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "sample_from_anchor": False,  # slot 0 is the known token; only the mask slots propose
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -1862,19 +2250,152 @@ class DrafterConfig:
         }
 
     @classmethod
-    def from_json(cls, values: dict) -> "DrafterConfig":
-        """Raises UserError when a key is missing: nothing is guessed."""
-        nested = values.get("dflash_config", {})
-        merged = values | {k: nested[k] for k in ("mask_token_id", "target_layer_ids", "block_size") if k in nested}
-        if "sliding_attention" not in merged.get("layer_types", ()):
-            merged["sliding_window"] = merged.get("sliding_window") or 2048  # nobody reads it
-        elif merged.get("sliding_window") is None:
-            merged.pop("sliding_window", None)
-        try:
-            merged = {f.name: merged[f.name] for f in dataclasses.fields(cls)}
-        except KeyError as error:
-            raise UserError(f"the drafter's config.json has no {error}") from None
-        return cls(**merged | {k: tuple(merged[k]) for k in ("target_layer_ids", "layer_types")})
+    def from_json(cls, values: dict, num_target_layers: Optional[int] = None) -> "DrafterConfig":
+        """From the `config.json` of a z-lab or a speculators drafter.
+
+        num_target_layers: the target's depth, if the caller knows it. speculators does not write it down: None without.
+        Raises UserError naming the key that is missing, contradicts another one, or asks for what this drafter does not
+        compute. Nothing is guessed.
+        """
+        if "speculators_model_type" in values:
+            values = speculators_to_zlab(values)
+        refuse_variants(values)
+        nested = values.get("dflash_config") or {}
+        layer_types, window = drafter_layer_types(values, nested)
+        depth = only_value("num_target_layers", values, nested)
+        if num_target_layers is not None and depth not in (None, num_target_layers):
+            raise UserError(f"the drafter is for a target of {depth} layers, this one has {num_target_layers}")
+        depth = depth or num_target_layers
+        if depth is None and "speculators_model_type" not in values:
+            raise UserError("the drafter's config.json has no 'num_target_layers'")
+        known = {"rope_theta": drafter_rope_theta(values), "layer_types": layer_types, "sliding_window": window}
+        known |= {key: only_value(key, values, nested) for key in ("block_size", "mask_token_id", "target_layer_ids")}
+        known = {f.name: known.get(f.name, values.get(f.name)) for f in dataclasses.fields(cls)}
+        known["num_target_layers"] = depth
+        if missing := [key for key, value in known.items() if value is None and key != "num_target_layers"]:
+            raise UserError(f"the drafter's config.json has no '{missing[0]}'")
+        check_drafter_numbers(known)
+        known |= {key: float(known[key]) for key in ("rope_theta", "rms_norm_eps")}
+        return cls(**known | {key: tuple(known[key]) for key in ("target_layer_ids", "layer_types")})
+
+
+DFLASH_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
+# Keys by which other drafters differ from this one, with the values (besides null) under which they do not.
+NEUTRAL_KEYS = {
+    "attention_bias": [False], "mlp_bias": [False], "hidden_act": ["silu"], "partial_rotary_factor": [1],
+    "sample_from_anchor": [False], "is_neox_style": [True], "use_aux_hidden_state": [True],
+    "projector_type": ["dflash"], "shift_label": [False], "pure_draft_prefix_len": [0], "attention_sink_bias": [False],
+    "add_swa_attention_sink_bias": [False], "logit_scale": [1], "output_multiplier": [1], "attention_value_scale": [1],
+    "input_embedding_scale": [1], "final_logit_softcapping": [], "quantization_config": [], "gru_hidden_dim": [],
+    "emb_dim": [], "norm_before_fc": [False], "norm_before_residual": [False], "attention_mode": ["gqa", "mha"],
+}  # fmt: skip
+VARIANT_PREFIXES = ("conv_", "selector_", "markov_")  # of keys that are refused whatever their value
+NESTED_KEYS = {"mask_token_id", "mask_token", "target_layer_ids", "block_size", "num_target_layers", "use_swa",
+               "swa_window_size", "causal"}  # fmt: skip
+
+
+def speculators_to_zlab(values: dict) -> dict:
+    """A speculators `config.json` in z-lab's form. Its layer ids count the embedding as 0, so they are one higher."""
+    if values["speculators_model_type"] != "dflash":
+        raise UserError(f"speculators_model_type {values['speculators_model_type']}: only dflash drafters are read")
+    layer, ids = values.get("transformer_layer_config"), values.get("aux_hidden_state_layer_ids")
+    for key, value in (("transformer_layer_config", layer), ("aux_hidden_state_layer_ids", ids)):
+        if value is None:
+            raise UserError(f"the drafter's config.json has no '{key}'")
+    if any(type(i) is not int for i in ids):
+        raise UserError(f"aux_hidden_state_layer_ids {ids} of the drafter: ids must be whole")
+    if 0 in ids:
+        raise UserError("aux_hidden_state_layer_ids holds 0, the embedding's output: only decoder layers are captured")
+    if values.get("sliding_window_non_causal") and "sliding_attention" in (layer.get("layer_types") or ()):
+        raise UserError("sliding_window_non_causal true: sliding layers see only earlier slots of their block here")
+    nested = {"mask_token_id": values.get("mask_token_id"), "target_layer_ids": [i - 1 for i in ids]}
+    return layer | {k: v for k, v in values.items() if k != "transformer_layer_config"} | {"dflash_config": nested}
+
+
+def only_value(key: str, *places: dict):
+    """The value of a key that may stand in several places; None if it is in none, UserError if they differ."""
+    found = [place[key] for place in places if place.get(key) is not None]
+    if any(value != found[0] for value in found):
+        raise UserError(f"{key} of the drafter contradicts itself: {' and '.join(map(str, found))}")
+    return found[0] if found else None
+
+
+def refuse_variants(values: dict) -> None:
+    """UserError for a drafter that is no DFlash one, or one that computes something else."""
+    names, nested = values.get("architectures") or ["none"], values.get("dflash_config") or {}
+    if len(names) != 1 or names[0] not in DFLASH_ARCHITECTURES:
+        raise UserError(f"architectures {names} is no DFlash drafter; known: {', '.join(DFLASH_ARCHITECTURES)}")
+    for where, place in (("", values), ("dflash_config.", nested)):
+        for key, value in place.items():
+            variant = key in NEUTRAL_KEYS or key.startswith(VARIANT_PREFIXES) or (where and key not in NESTED_KEYS)
+            if variant and value is not None and value not in NEUTRAL_KEYS.get(key, []):
+                raise UserError(f"{where}{key} {value} in the drafter's config.json: not what this drafter computes")
+    for key, whole in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        if values.get(key) not in (None, values.get(whole)):
+            raise UserError(f"{key} {values[key]} of the drafter differs from {whole} {values.get(whole)}")
+
+
+def drafter_rope_theta(values: dict) -> Optional[float]:
+    """RoPE's base, from the top level, `rope_parameters` or `rope_scaling`; UserError unless it is plain RoPE."""
+    places = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    plain = {"rope_type": ["default"], "type": ["default"], "partial_rotary_factor": [1]}
+    for name, place in places.items():
+        for key, value in place.items():
+            if key != "rope_theta" and value is not None and value not in plain.get(key, []):
+                raise UserError(f"{name}.{key} {value} of the drafter: only plain RoPE over whole heads is computed")
+    return only_value("rope_theta", values, *places.values())
+
+
+def drafter_layer_types(values: dict, nested: dict) -> tuple[Optional[list[str]], Optional[int]]:
+    """(kind of every layer, window) as servers read them; UserError if a layer's causality is not that of its kind.
+
+    A full layer sees its whole block, a sliding one the slots up to itself. The window is 2048, unread, without any.
+    """
+    kinds = values.get("layer_types")
+    window = only_value("window", {"window": nested.get("swa_window_size")}, {"window": values.get("sliding_window")})
+    if kinds is None:
+        return None, window
+    if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise UserError(f"layer_types of the drafter holds {unknown[0]}, not full_attention or sliding_attention")
+    by_kind = [kind == "sliding_attention" for kind in kinds]  # what decides causality when nothing else does
+    if nested.get("use_swa") and not any(by_kind):
+        kinds = ["sliding_attention"] * len(kinds)
+    key, causal = "is_causal", values.get("is_causal")
+    if causal is None:
+        key, causal = "dflash_config.causal", nested.get("causal")
+    for kind, default in zip(kinds, by_kind):
+        if (kind == "sliding_attention") != (default if causal is None else causal):
+            raise UserError(
+                f"{key} {causal} of the drafter with a layer of {kind}: full layers see their whole block here, "
+                "sliding ones only the slots before"
+            )
+    if "sliding_attention" not in kinds:
+        return kinds, window or 2048
+    if values.get("use_sliding_window") is False and not nested.get("use_swa"):
+        raise UserError("use_sliding_window of the drafter is false, but its layer_types slide")
+    if window is None:
+        raise UserError("the drafter's config.json has no 'sliding_window'")
+    return kinds, window
+
+
+def check_drafter_numbers(known: dict) -> None:
+    """UserError for values that no drafter can have."""
+    whole = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "max_position_embeddings", "vocab_size", "block_size", "sliding_window")  # fmt: skip
+    for key in whole:
+        if type(known[key]) is not int or known[key] < (2 if key == "block_size" else 1):
+            raise UserError(f"{key} {known[key]} of the drafter: not a usable number")
+    ids, depth, mask = known["target_layer_ids"], known["num_target_layers"], known["mask_token_id"]
+    if not ids or any(type(i) is not int for i in ids) or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise UserError(f"target_layer_ids {ids} of the drafter: ids must be whole, from 0 on, and rise")
+    if depth is not None and ids[-1] >= depth:
+        raise UserError(f"target_layer_ids {ids} of the drafter: the target has layers 0 to {depth - 1}")
+    if type(mask) is not int or not 0 <= mask < known["vocab_size"]:
+        raise UserError(f"mask_token_id {mask} of the drafter lies outside its vocabulary of {known['vocab_size']}")
+    if len(known["layer_types"]) != known["num_hidden_layers"]:
+        raise UserError(f"layer_types of the drafter is not of length num_hidden_layers, {known['num_hidden_layers']}")
+    if known["num_attention_heads"] % known["num_key_value_heads"]:
+        raise UserError(f"num_key_value_heads {known['num_key_value_heads']} of the drafter does not divide its heads")
 
 
 class RMSNorm(nn.Module):
@@ -2046,9 +2567,33 @@ def init_from_target_layer(drafter: DFlashDrafter, layer_id: int, args: TargetAr
     drafter.fc.weight[:, below[-1] * hidden_size :][:, :hidden_size].fill_diagonal_(1.0)
 
 
+def choose_drafter_config(args: Arguments, text_config, tokenizer) -> DrafterConfig:
+    """The drafter's geometry: the target's and the flags', with `--init-from` the given drafter's own widths and RoPE.
+
+    Raises UserError when that drafter was made for another target, or when a flag contradicts its weights.
+    """
+    layer_ids = choose_fc_layer_ids(text_config.num_hidden_layers, args.target)
+    mask_token_id = choose_mask_token(tokenizer, text_config.vocab_size, args.drafter.mask_token_id)
+    config = DrafterConfig.for_target(text_config, args.drafter, layer_ids, mask_token_id)
+    if args.drafter.init_from is None:
+        return config
+    given = read_drafter_config(find_drafter_folder(args.drafter.init_from))
+    for name in ("hidden_size", "vocab_size", "num_target_layers", "num_hidden_layers", "target_layer_ids", "layer_types"):
+        if getattr(given, name) not in (None, getattr(config, name)):
+            raise UserError(
+                f"--init-from {args.drafter.init_from}: its {name} is {getattr(given, name)}, "
+                f"the target and the flags ask for {getattr(config, name)}"
+            )
+    own = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+    return dataclasses.replace(config, **{name: getattr(given, name) for name in own})
+
+
 def build_drafter(config: DrafterConfig, args: Arguments) -> DFlashDrafter:
-    """The untrained drafter of a run, in fp32 on the CPU: a function of its configuration and the seed alone."""
+    """The drafter as a run starts it, in fp32 on the CPU: a function of its configuration, the seed and what it starts from."""
     drafter = DFlashDrafter(config, args.data.seed)
+    if args.drafter.init_from is not None:
+        folder = find_drafter_folder(args.drafter.init_from)
+        drafter.load_state_dict(load_drafter(folder, torch.device("cpu"), torch.float32).state_dict())
     if args.drafter.init_from_target_layer is not None:
         init_from_target_layer(drafter, args.drafter.init_from_target_layer, args.target)
     return drafter
@@ -2084,6 +2629,16 @@ def dense_mask(ranges: np.ndarray, num_keys: int) -> Tensor:
 
 
 TILE = 128  # queries and keys per tile of a block mask
+
+
+def check_tiles(args: Arguments, device: torch.device) -> None:
+    """Raise UserError where block masks would not divide into whole tiles."""
+    for flag, size in (
+        ("--tokens-per-micro-batch", args.data.tokens_per_micro_batch),
+        ("anchors times block size", args.data.anchors_per_micro_batch * args.drafter.block_size),
+    ):
+        if device.type == "cuda" and size % TILE:
+            raise UserError(f"{flag} is {size}: on CUDA it must be a multiple of {TILE}")
 
 
 def tile_kinds(ranges: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
@@ -2126,15 +2681,27 @@ def block_mask(ranges: np.ndarray, num_keys: int, device: torch.device) -> Block
 # ======================================================================================================================
 
 
+def dpace_weights(probability: Tensor, supervised: Tensor, alpha: float) -> Tensor:
+    """D-PACE weights [blocks, B-1] from the drafter's probability of each label: what reaching slot k is worth.
+
+    With s_k = (1 - alpha) p_k + alpha and r_k = s_1 ... s_k, slot k weighs r_k + r_(k+1) + ... up to the block's last
+    supervised slot. `supervised` is 1 or 0. No gradient passes.
+    """
+    smooth = torch.where(supervised > 0, (1 - alpha) * probability + alpha, 1.0)
+    reach = smooth.cumprod(1) * supervised
+    return reach.flip(1).cumsum(1).flip(1) * supervised
+
+
 class FrozenHeadLoss(torch.autograd.Function):
     """Weighted sum of per-row losses against a frozen head, whose gradient is computed in the forward pass by chunks.
 
     No [R, V] tensor outlives a chunk, and the backward pass is one multiplication. Cross-entropy with `labels`, or the
-    KL divergence from softmax(target_logits(rows)) where `target_logits` is given.
+    KL divergence from softmax(target_logits(rows)) where `target_logits` is given. `reweigh(losses, weights)`, where
+    given, makes a chunk's final weights from its cross-entropies; then `chunk` holds whole blocks.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_logits, chunk: int):
+    def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_logits, reweigh, chunk: int):
         """hidden [R, H], labels int64 [R], weights fp32 [R] -> (loss sum fp32 [], argmax int64 [R])."""
         grad = torch.empty_like(hidden)
         total = torch.zeros((), device=hidden.device)
@@ -2153,8 +2720,9 @@ class FrozenHeadLoss(torch.autograd.Function):
                 p = log_p.exp()
                 loss = (p * (log_p - log_q)).sum(-1)
                 grad_logits = log_q.exp_().sub_(p)
-            total += (loss * weights[rows]).sum()
-            grad_logits *= weights[rows, None]
+            weight = weights[rows] if reweigh is None else reweigh(loss, weights[rows])
+            total += (loss * weight).sum()
+            grad_logits *= weight[:, None]
             if ends.softcap is not None:
                 grad_logits *= 1 - (logits / ends.softcap) ** 2
             grad[rows] = (grad_logits.to(ends.head_weight.dtype) @ ends.head_weight).to(grad.dtype)
@@ -2165,7 +2733,7 @@ class FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, grad_best):
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None, None, None, None
+        return grad * grad_total.to(grad.dtype), None, None, None, None, None, None
 
 
 def block_statistics(best: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
@@ -2231,10 +2799,12 @@ def drafter_features(slot: Slot, plan: BatchPlan, split: bool) -> Tensor:
 LOSS_CHUNK = 2048  # rows of logits alive at a time: 1.2 GB in fp32 at a vocabulary of 152k
 
 
-def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBatch, verifier_last: Optional[Tensor]):
+def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBatch, verifier_last: Optional[Tensor],
+                     dpace_alpha: Optional[float] = None):  # fmt: skip
     """(weighted loss sum [], statistics fp64 [2 * B]) of one micro-batch; `model` is the drafter or its engine.
 
     verifier_last [n, H]: the target's last layer, for the KL loss; None: cross-entropy on the text.
+    dpace_alpha: weigh by D-PACE in place of the plan's decay.
     """
     slots = ends.embed(batch.slot_ids)
     out = model(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
@@ -2246,8 +2816,16 @@ def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBa
         def target_logits(rows):
             return ends.logits(ends.norm(states[rows].to(ends.head_weight.dtype)))
 
+    slots_per_block, reweigh = batch.weights.shape[1], None
+    if dpace_alpha is not None:
+
+        def reweigh(losses, weights):
+            blocks = (x.view(-1, slots_per_block) for x in (torch.exp(-losses), weights))
+            return dpace_weights(*blocks, dpace_alpha).flatten()
+
+    chunk = max(1, LOSS_CHUNK // slots_per_block) * slots_per_block  # whole blocks
     loss, best = FrozenHeadLoss.apply(
-        trained, ends, batch.labels.flatten(), batch.weights.flatten(), target_logits, LOSS_CHUNK
+        trained, ends, batch.labels.flatten(), batch.weights.flatten(), target_logits, reweigh, chunk
     )
     return loss, block_statistics(best.view_as(batch.labels), batch.labels, batch.weights)
 
@@ -2346,7 +2924,7 @@ def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
 def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, num_drafters: int) -> dict:
     """What must be the same for a run to go on as if it had never stopped, and on every rank of one run."""
     names = ("seed", "tokens_per_micro_batch", "anchors_per_micro_batch", "loss", "loss_gamma", "noise_std",
-             "noise_schedule", "gradient_accumulation_steps", "target", "target_dtype")  # fmt: skip
+             "noise_schedule", "loss_weights", "dpace_alpha", "gradient_accumulation_steps", "target", "target_dtype")  # fmt: skip
     flat = args.flat()
     identity = {"data": documents.fingerprint, "drafter_ranks": num_drafters} | {name: flat[name] for name in names}
     return identity | {f"drafter {k}": v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items()}
@@ -2440,26 +3018,87 @@ def load_checkpoint(engine, checkpoint: Path) -> None:
         raise UserError(f"cannot resume {checkpoint}: DeepSpeed found no state in it")
 
 
-def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
-    """A trained drafter from a folder with config.json and model.safetensors, or UserError."""
-    from safetensors.torch import load_file
+def find_drafter_folder(name: str) -> Path:
+    """The drafter's folder in a run's newest checkpoint, in a checkpoint, `name` itself, or a copy of that hub id."""
+    path = Path(name)
+    if (path / "config.json").is_file():
+        return path
+    if path.exists():
+        return find_checkpoint(RunArguments(resume=name)) / "drafter"
+    from huggingface_hub import snapshot_download
 
     try:
-        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
-        weights = load_file(folder / "model.safetensors")
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: neither a folder here nor a drafter on the hub ({first_line(error)})") from None
+
+
+def read_drafter_config(folder: Path) -> DrafterConfig:
+    """The configuration in a drafter's folder, or UserError."""
+    try:
+        values = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: not a drafter folder ({first_line(error)})") from None
-    drafter = DFlashDrafter(config)
+    return DrafterConfig.from_json(values)
+
+
+def load_drafter(
+    folder: Path, device: torch.device, dtype: torch.dtype, num_target_layers: Optional[int] = None
+) -> DFlashDrafter:
+    """A trained drafter from a folder with config.json and safetensors, in z-lab's form or that of speculators.
+
+    num_target_layers: see `DrafterConfig.from_json`. The copies of the target's embedding and head in a speculators
+    folder are left out; every other tensor must be there, and no further one, in the shape the configuration gives.
+    Raises UserError.
+    """
+    from safetensors import SafetensorError
+
     try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
+        values = json.loads((folder / "config.json").read_text())
+        files = safetensors_index(str(folder))
+        weights = {name: read_tensor(files, name, str(folder)) for name in files}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: not a drafter folder ({first_line(error)})") from None
+    try:
+        config = DrafterConfig.from_json(values, num_target_layers)
+    except UserError as error:
+        raise UserError(f"{folder}: {first_line(error)}") from None
+    if "speculators_model_type" in values:
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            copy = weights.pop(name, None)
+            if copy is not None and copy.shape != (config.vocab_size, config.hidden_size):
+                raise UserError(f"{folder}: {name} has shape {tuple(copy.shape)}")
+    drafter = DFlashDrafter(config)
+    own = drafter.state_dict()
+    if differing := sorted(own.keys() ^ weights.keys()):
+        what = "missing" if differing[0] in own else "not one of a DFlash drafter"
+        raise UserError(f"{folder}: tensor {differing[0]} is {what}")
+    for name, tensor in weights.items():
+        if tensor.shape != own[name].shape or not tensor.is_floating_point():
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise UserError(f"{folder}: {name} is {found}, expected {list(own[name].shape)}")
+    drafter.load_state_dict(weights)
     return drafter.to(device, dtype)
 
 
 # ======================================================================================================================
 # 12. Monitor. In: the sums and spans of a step. Out: console, metrics.jsonl and TensorBoard, written by drafter 0.
 # ======================================================================================================================
+
+
+def loss_figures(stats: Tensor, weight: float) -> dict:
+    """Loss, acceptance length (with the bonus token) and slot accuracy from sums over micro-batches and ranks.
+
+    stats fp64 [1 + 2 * B], on the host: loss sum, then `block_statistics`. weight: the plan's sum of loss weights; the
+    loss is 0 where nothing was supervised.
+    """
+    loss_sum, accepted, blocks = stats[:3].tolist()
+    right, trained = stats[3:].chunk(2)
+    return {
+        "loss": loss_sum / weight if weight > 0 else 0.0,
+        "acceptance_length": 1 + accepted / max(1.0, blocks),
+        "slot_accuracy": (right / trained.clamp(min=1)).tolist(),
+    }
 
 
 @dataclass
@@ -2483,24 +3122,20 @@ class StepRecord:
     extras: dict[str, float]
 
     @functools.cached_property
-    def loss(self) -> float:
-        """Weighted mean over the whole global batch; 0 where nothing was supervised."""
+    def results(self) -> dict:
+        """`loss_figures` of the whole global batch."""
         if self.ready is not None:
             self.ready.synchronize()
-        return float(self.stats[0]) / self.weight if self.weight > 0 else 0.0
+        return loss_figures(self.stats, self.weight)
 
     def figures(self) -> dict:
         """Everything as plain numbers, under the names of metrics.jsonl and TensorBoard."""
-        loss, (accepted, blocks) = self.loss, self.stats[1:3].tolist()
-        right, trained = self.stats[3:].chunk(2)
         ms = {name: sum(span.ms() for span in spans) for name, spans in self.spans.items()}
         forward_ms = self.target_times.get("forward", 0.0)
         target_ms = forward_ms + self.target_times.get("wait", 0.0)
         return {
             "step": self.step + 1,
-            "loss": loss,
-            "acceptance_length": 1 + accepted / max(1.0, blocks),  # with the bonus token
-            "slot_accuracy": (right / trained.clamp(min=1)).tolist(),
+            **self.results,
             "learning_rate": self.learning_rate,
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "noise_std": self.noise_std,
@@ -2549,9 +3184,9 @@ class Monitor:
         self.file.write(json.dumps(figures) + "\n")
         self.file.flush()
         for key, value in figures.items():
-            if key == "slot_accuracy":
+            if isinstance(value, list):  # slot_accuracy, held_out_slot_accuracy
                 for slot, accuracy in enumerate(value, 1):
-                    self.writer.add_scalar(f"accuracy/slot_{slot:02d}", accuracy, step)
+                    self.writer.add_scalar(f"{key}/slot_{slot:02d}", accuracy, step)
             elif isinstance(value, dict):
                 for name, number in value.items():
                     self.writer.add_scalar(f"{key}/{name}", number, step)
@@ -2566,6 +3201,11 @@ class Monitor:
                 f"grad_norm {'-' if norm is None else format(norm, '.3f')} lr {figures['learning_rate']:.2e} "
                 f"tokens/s {figures['tokens_per_s']:.0f} waits target {figures['target_wait_share']:.0%} "
                 f"drafter {figures['drafter_wait_share']:.0%}"
+            )
+        if "held_out_loss" in figures:
+            self.bar.write(
+                f"held out after step {step}: loss {figures['held_out_loss']:.4f} "
+                f"acceptance_length {figures['held_out_acceptance_length']:.3f}"
             )
 
     def close(self) -> None:
@@ -2588,36 +3228,65 @@ class DrafterTrainer:
         self.stop_requested = stop_requested
         self.unsupervised = 0  # micro-batches without any trained slot, so far, on any rank
 
+    def micro_batch(self, plan: BatchPlan, spans: list[Span]) -> tuple[Slot, Tensor, Tensor, float]:
+        """Receive a micro-batch and run the drafter on it: (its slot, loss sum, `block_statistics`, seconds waited).
+
+        `spans` receives the time of the forward pass.
+        """
+        batch = DrafterBatch.from_plan(plan, self.config, self.fabric.device)
+        waiting = time.perf_counter()
+        slot = self.receiver.get(plan.m)
+        waited_s = time.perf_counter() - waiting
+        span, data = Span(self.fabric.device), self.args.data
+        features = drafter_features(slot, plan, self.args.pipeline.split_fc_layers)
+        loss, blocks = micro_batch_loss(
+            self.engine, self.ends, features, batch, slot.verifier_last(plan.num_tokens),
+            data.dpace_alpha if data.loss_weights == "dpace" else None,
+        )  # fmt: skip
+        spans.append(span.end())
+        return slot, loss, blocks, waited_s
+
+    def mine(self, numbers: range) -> list[BatchPlan]:
+        """The plans among `numbers` that this rank works on."""
+        topology = self.fabric.topology
+        return [self.planner.plan(m) for m in numbers if topology.drafter_of(m) == topology.role_rank]
+
+    @torch.no_grad()
+    def evaluate(self, numbers: range) -> dict:
+        """Loss and acceptance estimate on the held-out documents: fixed micro-batches, fixed anchors, no noise."""
+        self.engine.eval()
+        stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=self.fabric.device)
+        for plan in self.mine(numbers):
+            slot, loss, blocks, _ = self.micro_batch(plan, [])
+            self.receiver.release(slot)
+            stats += torch.cat([loss.double()[None], blocks])
+        dist.all_reduce(stats)
+        self.engine.train()
+        self.receiver.target_times = defaultdict(float)  # the next step's shares are its own
+        figures = loss_figures(stats.cpu(), self.planner.weight(numbers))
+        return {f"held_out_{name}": value for name, value in figures.items()}
+
     def train_step(self, step: int) -> StepRecord:
         """Consume this rank's micro-batches of a step and update the weights.
 
         The loss of a micro-batch is divided by the plan's weight of the whole global batch and multiplied by the number
         of drafters, because DeepSpeed averages gradients over ranks; it is told not to divide by the accumulation.
         """
-        args, device, topology = self.args, self.fabric.device, self.fabric.topology
+        args, device = self.args, self.fabric.device
         started, waited_s = time.perf_counter(), 0.0
         learning_rate = learning_rate_at(step, self.planner.total_steps, args.optimization)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        plans = [self.planner.plan(m) for m in self.planner.micro_batches(step)]
-        weight = self.planner.step_weight(step)
+        numbers = self.planner.micro_batches(step)
+        plans, mine, weight = [self.planner.plan(m) for m in numbers], self.mine(numbers), self.planner.weight(numbers)
         self.unsupervised += sum(plan.num_anchors == 0 for plan in plans)
-        mine = [plan for plan in plans if topology.drafter_of(plan.m) == topology.role_rank]
         stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=device)
         spans, queue_depth = defaultdict(list), self.receiver.ready.qsize()
         for plan in mine:
-            batch = DrafterBatch.from_plan(plan, self.config, device)
-            waiting = time.perf_counter()
-            slot = self.receiver.get(plan.m)
-            waited_s += time.perf_counter() - waiting
+            slot, loss, blocks, waited = self.micro_batch(plan, spans["forward"])
+            waited_s += waited
             span = Span(device)
-            features = drafter_features(slot, plan, args.pipeline.split_fc_layers)
-            loss, blocks = micro_batch_loss(
-                self.engine, self.ends, features, batch, slot.verifier_last(plan.num_tokens)
-            )
-            spans["forward"].append(span.end())
-            span = Span(device)
-            scale = topology.num_drafters / weight if weight > 0 else 0.0
+            scale = self.fabric.topology.num_drafters / weight if weight > 0 else 0.0
             self.engine.backward(loss * scale, scale_wrt_gas=False)
             spans["backward"].append(span.end())
             self.receiver.release(slot)
@@ -2640,7 +3309,7 @@ class DrafterTrainer:
             "skipped_steps": int(self.engine.skipped_steps),
             "unsupervised_micro_batches": self.unsupervised,
             "dropped_rows": sum(self.planner.documents.dropped.values()),
-            "epoch": self.planner.locate(plans[-1].m)[0],
+            "epoch": self.planner.locate_pack((step + 1) * len(plans) - 1)[0],
         }
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
@@ -2661,10 +3330,11 @@ class DrafterTrainer:
     def check_finite(self, record: StepRecord) -> None:
         """Raise when a step's loss or gradient norm is not finite, so that it is never saved."""
         norm = record.grad_norm
-        if not math.isfinite(record.loss) or (norm is not None and not math.isfinite(norm)):
+        loss = record.results["loss"]
+        if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
             numbers = self.planner.micro_batches(record.step)
             raise RuntimeError(
-                f"step {record.step + 1} is not finite: loss {record.loss}, gradient norm {norm} "
+                f"step {record.step + 1} is not finite: loss {loss}, gradient norm {norm} "
                 f"(micro-batches {numbers.start} to {numbers.stop - 1}); nothing was saved since"
             )
 
@@ -2684,6 +3354,8 @@ class DrafterTrainer:
             record = self.train_step(step)
             settle(pending)
             pending, step = record, step + 1
+            if numbers := self.planner.evaluation_after(step):
+                record.extras |= self.evaluate(numbers)
             stop = self.must_stop()
             due = args.run.save_every and step % args.run.save_every == 0
             if due or stop or step == total:
@@ -2708,7 +3380,7 @@ class DrafterTrainer:
 # ======================================================================================================================
 
 
-def announce(args: Arguments, topology, device, documents, planner, config, first_step: int) -> None:
+def announce(args: Arguments, topology, device, planner, config, first_step: int) -> None:
     """Print the resolved configuration once, and write it to the output folder as YAML that --config reads."""
     import yaml
 
@@ -2717,7 +3389,9 @@ def announce(args: Arguments, topology, device, documents, planner, config, firs
     (folder / "config.yaml").write_text(yaml.safe_dump(args.flat(), sort_keys=False))
     print("settings: " + " ".join(f"{key}={value}" for key, value in args.flat().items()))
     print(f"ranks: {topology.num_targets} target + {topology.num_drafters} drafter on {device.type}")
-    print(f"data: {documents.summary()}")
+    print(f"data: {planner.documents.summary()}")
+    if planner.held_out is not None:
+        print(f"held out: {planner.held_out.summary()}")
     print(
         f"drafter: {config.num_hidden_layers} layers, block {config.block_size}, reads target layers "
         f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
@@ -2732,41 +3406,40 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     target_config = load_target_config(args.target)
     settle_target_dtype(args.target, target_config, device)
     text_config = target_config.get_text_config()
-    layer_ids = choose_fc_layer_ids(text_config.num_hidden_layers, args.target)
     tokenizer = load_tokenizer(args.target)
-    mask_token_id = choose_mask_token(tokenizer, text_config.vocab_size, args.drafter.mask_token_id)
-    config = DrafterConfig.for_target(text_config, args.drafter, layer_ids, mask_token_id)
-    if device.type == "cuda":
-        for flag, size in (
-            ("--tokens-per-micro-batch", args.data.tokens_per_micro_batch),
-            ("anchors times block size", args.data.anchors_per_micro_batch * config.block_size),
-        ):
-            if size % TILE:
-                raise UserError(f"{flag} is {size}: on CUDA it must be a multiple of {TILE}")
+    config = choose_drafter_config(args, text_config, tokenizer)
+    check_tiles(args, device)
     load_deepspeed_config(args, device)
-    documents = load_documents(args, tokenizer, topology, fabric.store)
-    planner = Planner(documents, args, topology.num_drafters)
+    documents = load_documents(
+        args.data.train_data or [str(DEMO_DATA)], args, tokenizer, topology, fabric.store, "train"
+    )
+    held_out = None
+    if args.data.eval_data:
+        held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval")
+    planner = Planner(documents, args, topology.num_drafters, held_out)
     identity = run_identity(args, documents, config, topology.num_drafters)
     checkpoint = find_checkpoint(args.run)
     first_step = read_resume_step(checkpoint, identity)
-    fabric.check_same_everywhere(identity | {"first step": first_step, "steps": planner.total_steps})
+    course = {"first step": first_step, "steps": planner.total_steps, "shared GPUs": fabric.shares_gpus,
+              "held-out data": held_out and held_out.fingerprint, "eval_every": args.data.eval_every}  # fmt: skip
+    fabric.check_same_everywhere(identity | course)
     fabric.connect()
 
     with_last = args.data.loss == "kl"
     ring = SlotRing(
         args.pipeline.prefetch_depth, args.pipeline.transport_timeout, tokens=planner.tokens,
-        num_layers=len(layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
-        dtype=target_config.dtype, device=device,
+        num_layers=len(config.target_layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
+        dtype=target_config.dtype, device=device, staged=fabric.shares_gpus,
     )  # fmt: skip
-    first_m = first_step * planner.micro_batches_per_step
+    first_m = planner.first_m(first_step)
     if topology.role == "target":
         model = load_target(args.target, target_config, device)
-        runner = TargetRunner(model, layer_ids, with_last, device)
+        runner = TargetRunner(model, config.target_layer_ids, with_last, device)
         del model  # the LM head and unread layers go
         run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested)
         return
     if topology.role_rank == 0:
-        announce(args, topology, device, documents, planner, config, first_step)
+        announce(args, topology, device, planner, config, first_step)
     ends = load_frozen_ends(args.target, target_config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     engine = build_engine(build_drafter(config, args), args, fabric)
     if checkpoint is not None:
@@ -2794,12 +3467,12 @@ def main() -> int:
     try:
         args = parse_arguments()
         topology = read_topology(args.pipeline.num_target_ranks)
-        device = choose_device(args.pipeline.device, topology)
+        device, shares_gpus = choose_device(args.pipeline.device, topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         choose_target(args.target)
         stop_requested = request_stop_on_signals()
-        fabric = Fabric(topology, device, args.pipeline.transport_timeout)
+        fabric = Fabric(topology, device, shares_gpus, args.pipeline.transport_timeout)
         board = FailureBoard(fabric.attempt, topology)
         run_role(args, topology, fabric, stop_requested)
         fabric.close()

@@ -26,6 +26,7 @@ from train_dflash_pipeline import (
     block_statistics,
     build_drafter,
     dense_mask,
+    dpace_weights,
     init_from_target_layer,
     load_drafter,
     load_frozen_ends,
@@ -60,8 +61,8 @@ def random_drafter(config: DrafterConfig) -> DFlashDrafter:
     return drafter
 
 
-def make_plan(lengths, anchors, tokens, masks=None, block=B, seed=0):
-    flags = dict(tokens_per_micro_batch=tokens, anchors_per_micro_batch=anchors, block_size=block, seed=seed)
+def make_plan(lengths, anchors, tokens, masks=None, block=B, seed=0, **flags):
+    flags |= dict(tokens_per_micro_batch=tokens, anchors_per_micro_batch=anchors, block_size=block, seed=seed)
     return Planner(make_documents(lengths, masks, seed), arguments(**flags), 1).plan(0)
 
 
@@ -426,7 +427,7 @@ def test_head_loss_equals_plain_autograd(chunk, softcap, soft_targets):
     target = torch.randn(rows, 37, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    loss, best = FrozenHeadLoss.apply(ours, ends, labels, weights, target.__getitem__ if soft_targets else None, chunk)
+    loss, best = FrozenHeadLoss.apply(ours, ends, labels, weights, target.__getitem__ if soft_targets else None, None, chunk)
     (3.0 * loss).backward()
 
     plain = hidden.clone().requires_grad_()
@@ -448,20 +449,40 @@ def test_uniform_loss_is_reported_as_that_loss():
     """The divisor is the sum of weights: with equal logits every label costs log V, whatever the weights."""
     ends, plan = random_ends(), forced_plan(30, [3, 9])
     weights = torch.from_numpy(plan.weights).flatten()
-    loss, _ = FrozenHeadLoss.apply(torch.zeros(8, H), ends, torch.zeros(8, dtype=torch.int64), weights, None, 5)
+    loss, _ = FrozenHeadLoss.apply(torch.zeros(8, H), ends, torch.zeros(8, dtype=torch.int64), weights, None, None, 5)
     assert loss / plan.weight_sum == pytest.approx(math.log(37), rel=1e-5)
 
 
-@pytest.mark.parametrize("soft_targets", [False, True])
-def test_loss_of_a_micro_batch_equals_a_loop_over_its_trained_slots(soft_targets):
+def slow_dpace(confidence: list[float], alpha: float) -> list[float]:
+    """Weights of one block's supervised slots: for slot k, the sum over all j >= k of s_1 * ... * s_j."""
+    smooth = [(1 - alpha) * p + alpha for p in confidence]
+    return [sum(math.prod(smooth[: j + 1]) for j in range(k, len(smooth))) for k in range(len(smooth))]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 1), max_size=6), min_size=1, max_size=5), st.floats(0, 1))
+def test_dpace_weighs_a_slot_by_what_lies_behind_it(blocks, alpha):
+    confidence, supervised, expected = (torch.zeros(len(blocks), 6) for _ in range(3))
+    for i, block in enumerate(blocks):
+        confidence[i, : len(block)], supervised[i, : len(block)] = torch.tensor(block), 1.0
+        expected[i, : len(block)] = torch.tensor(slow_dpace(block, alpha))
+    confidence[supervised == 0] = 0.9  # of unsupervised slots: must not matter
+    torch.testing.assert_close(dpace_weights(confidence, supervised, alpha), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["ce", "kl", "dpace"])
+def test_loss_of_a_micro_batch_equals_a_loop_over_its_trained_slots(objective, monkeypatch):
+    monkeypatch.setattr("train_dflash_pipeline.LOSS_CHUNK", 10)  # several chunks, whole blocks in each
+    soft_targets, flags = objective == "kl", {"loss_weights": "dpace"} if objective == "dpace" else {}
     drafter = random_drafter(drafter_config())
-    plan = make_plan([9, 7, 1, 4], 12, 25)
+    plan = make_plan([9, 7, 1, 4], 12, 25, **flags)
     ends = random_ends(vocab=320)
     ends.norm = torch.nn.RMSNorm(H, eps=1e-5)
     features, _ = random_inputs(plan)
     last = torch.randn(plan.num_tokens, H, generator=torch.Generator().manual_seed(5))
     batch = DrafterBatch.from_plan(plan, drafter.config, CPU)
-    loss, statistics = micro_batch_loss(drafter, ends, features, batch, last if soft_targets else None)
+    alpha = 0.3 if objective == "dpace" else None
+    loss, statistics = micro_batch_loss(drafter, ends, features, batch, last if soft_targets else None, alpha)
     loss.backward()
     ours = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
@@ -469,6 +490,7 @@ def test_loss_of_a_micro_batch_equals_a_loop_over_its_trained_slots(soft_targets
     out = run_drafter(drafter, plan, features, ends.embed(batch.slot_ids)).view(12, B, H)
     expected, right, trained = 0.0, np.zeros(B - 1), np.zeros(B - 1)
     for i in range(plan.num_anchors):
+        costs = []
         for k in range(1, B):
             row = plan.anchor_rows[i] + k
             if not plan.weights[i, k]:
@@ -479,9 +501,14 @@ def test_loss_of_a_micro_batch_equals_a_loop_over_its_trained_slots(soft_targets
                 cost = (p * (p.log() - log_q)).sum()
             else:
                 cost = -log_q[plan.token_ids[row]]
-            expected = expected + math.exp(-(k - 1) / 2) * cost
+            costs.append(cost)
             trained[k - 1] += 1
             right[k - 1] += int(log_q.argmax()) == plan.token_ids[row]
+        weights = [math.exp(-k / 2) for k in range(len(costs))]
+        if objective == "dpace":
+            weights = slow_dpace([math.exp(-cost.item()) for cost in costs], alpha)
+        expected = expected + sum(w * cost for w, cost in zip(weights, costs))
+    assert plan.weight_sum == (trained.sum() if objective == "dpace" else plan.weight_sum)
     expected.backward()
     torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-5)
     for name, parameter in drafter.named_parameters():
@@ -640,7 +667,7 @@ def test_drafter_takes_width_and_heads_from_the_target_and_depth_from_the_flags(
     assert config.num_target_layers == 8 and config.target_layer_ids == (1, 3)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "rope_theta", "layer_types", "num_target_layers", "head_dim", "vocab_size"])
+@pytest.mark.parametrize("key", ["hidden_size", "layer_types", "num_target_layers", "head_dim", "vocab_size"])
 def test_missing_key_of_the_configuration_is_named(key):
     written = drafter_config().to_json()
     del written[key]

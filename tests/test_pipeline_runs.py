@@ -57,7 +57,10 @@ def make_planner(flags, num_drafters=2):
     args = pipeline.parse_arguments(flags)
     limit = args.data.max_document_tokens or args.data.tokens_per_micro_batch
     documents = pipeline.tokenise_rows(args.data.train_data, pipeline.byte_tokenizer(), limit, show_progress=False)
-    return args, pipeline.Planner(documents, args, num_drafters)
+    held_out = None
+    if args.data.eval_data:
+        held_out = pipeline.tokenise_rows(args.data.eval_data, pipeline.byte_tokenizer(), limit, show_progress=False)
+    return args, pipeline.Planner(documents, args, num_drafters, held_out)
 
 
 @pytest.fixture(scope="session")
@@ -84,9 +87,8 @@ def plain_reference(flags, num_drafters=2) -> Reference:
     args, planner = make_planner(flags, num_drafters)
     target_config = pipeline.load_target_config(args.target)
     text = target_config.get_text_config()
-    layer_ids = pipeline.choose_fc_layer_ids(text.num_hidden_layers, args.target)
-    mask_token = pipeline.choose_mask_token(pipeline.byte_tokenizer(), text.vocab_size, None)
-    config = pipeline.DrafterConfig.for_target(text, args.drafter, layer_ids, mask_token)
+    config = pipeline.choose_drafter_config(args, text, pipeline.byte_tokenizer())
+    layer_ids = config.target_layer_ids
     device = torch.device("cpu")
     runner = pipeline.TargetRunner(pipeline.load_target(args.target, target_config, device), layer_ids, False, device)
     ends = pipeline.load_frozen_ends(args.target, target_config, device, torch.float32)
@@ -100,7 +102,7 @@ def plain_reference(flags, num_drafters=2) -> Reference:
     for step in range(planner.total_steps):
         for group in adam.param_groups:
             group["lr"] = pipeline.learning_rate_at(step, planner.total_steps, optim)
-        total_weight, loss = planner.step_weight(step), torch.zeros(())
+        total_weight, loss = planner.weight(planner.micro_batches(step)), torch.zeros(())
         for m in planner.micro_batches(step):
             plan = planner.plan(m)
             features = torch.zeros(len(plan.token_ids), len(layer_ids) * text.hidden_size)
@@ -111,8 +113,15 @@ def plain_reference(flags, num_drafters=2) -> Reference:
             slots = ends.embed(batch.slot_ids)
             out = drafter(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
             logits = ends.logits(out.view(-1, config.block_size, out.shape[-1])[:, 1:])
-            each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-            loss = loss + (each * batch.weights.flatten()).sum()
+            each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view_as(batch.labels)
+            weights = batch.weights
+            if args.data.loss_weights == "dpace":  # block by block: see test_drafter.py for the formula
+                weights = torch.zeros_like(weights)
+                for i, supervised in enumerate((batch.weights > 0).sum(1).tolist()):
+                    confidence = torch.exp(-each[i, :supervised].detach())
+                    reach = torch.cumprod(0.5 * confidence + 0.5, 0)
+                    weights[i, :supervised] = reach.sum() - torch.cumsum(reach, 0) + reach
+            loss = loss + (each * weights).sum()
         loss = loss / total_weight if total_weight else loss * 0
         adam.zero_grad()
         loss.backward()
@@ -120,6 +129,44 @@ def plain_reference(flags, num_drafters=2) -> Reference:
         adam.step()
         losses.append(loss.item())
     return Reference(losses, norms, {k: v.detach() for k, v in drafter.state_dict().items()})
+
+
+def plain_evaluation(flags, held_out, weights, step, num_drafters=2) -> tuple[float, float]:
+    """(loss, acceptance length) on held-out documents, with given drafter weights, slot by slot in one process."""
+    args, planner = make_planner([*flags, "--eval-data", str(held_out)], num_drafters)
+    target_config = pipeline.load_target_config(args.target)
+    text, device = target_config.get_text_config(), torch.device("cpu")
+    config = pipeline.choose_drafter_config(args, text, pipeline.byte_tokenizer())
+    layer_ids = config.target_layer_ids
+    model = pipeline.load_target(args.target, target_config, device)
+    ends = pipeline.load_frozen_ends(args.target, target_config, device, torch.float32)
+    drafter = pipeline.build_drafter(config, args)
+    drafter.load_state_dict(weights)
+    total, weight, lengths = 0.0, 0.0, []
+    for m in planner.evaluation_after(step):
+        plan, row = planner.plan(m), 0
+        features = torch.zeros(len(plan.token_ids), len(layer_ids) * text.hidden_size)
+        for length in plan.lengths:
+            ids = torch.from_numpy(plan.token_ids[row : row + length])[None]
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states
+            features[row : row + length] = torch.cat([states[i + 1][0] for i in layer_ids], dim=1)
+            row += length
+        batch = pipeline.DrafterBatch.from_plan(plan, config, device)
+        with torch.no_grad():
+            slots = ends.embed(batch.slot_ids)
+            out = drafter(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
+            logits = ends.logits(out).view(-1, config.block_size, ends.head_weight.shape[0])
+        for block in range(plan.num_anchors):
+            accepted = 0
+            for k in range(1, config.block_size):
+                if plan.weights[block, k] == 0:
+                    break
+                label = int(plan.labels[block, k])
+                total -= float(logits[block, k].log_softmax(-1)[label]) * float(plan.weights[block, k])
+                weight += float(plan.weights[block, k])
+                accepted += int(accepted == k - 1 and int(logits[block, k].argmax()) == label)
+            lengths.append(1 + accepted)
+    return total / weight, sum(lengths) / len(lengths)
 
 
 def compare_with_reference(result, reference: Reference) -> None:
@@ -324,6 +371,10 @@ def trained(work, data, straight, sparse_flags):
     cases = [
         *[Case(name, zero_flags(name, data) + ["--save-every", "2", "--verify-transfers"]) for name in ZERO],
         Case("zero3-resumed", [*zero_flags("zero3", data), "--resume", f"{folder}/zero3/run/checkpoints/step-000002"]),
+        Case("held-out", [*zero_flags("zero2", data), "--eval-data", other_data[1], "--eval-every", "3"]),
+        Case("held-out-zero3", [*zero_flags("zero3", data), "--eval-data", other_data[1], "--eval-every", "3"]),
+        Case("dpace", [*zero_flags("zero1", data), "--loss-weights", "dpace"]),
+        Case("init-from", [*few, "--init-from", f"{folder}/zero1/run", "--max-steps", "1", "--learning-rate", "0"]),
         Case("sparse", sparse_flags),
         Case("sparse-zero3", sparse_flags + zero3),
         Case("one-epoch", [*SMALL, *data, *one_target, "--num-epochs", "1", "--gradient-accumulation-steps", "4"]),
@@ -349,6 +400,34 @@ def references(data):
 @pytest.mark.parametrize("name", ZERO)
 def test_every_zero_stage_equals_plain_torch(trained, references, name):
     compare_with_reference(trained[name].check_ok(), references[ZERO[name]])
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_held_out_documents_are_measured_and_change_nothing(work, trained, data, stage):
+    name = "held-out" if stage == "zero2" else "held-out-zero3"
+    result, without = trained[name].check_ok(), trained[stage]
+    for m, expected in zip(result.metrics, without.metrics, strict=True):
+        assert (m["loss"], m["grad_norm"], m["tokens"]) == (expected["loss"], expected["grad_norm"], expected["tokens"])
+    assert ["held_out_loss" in m for m in result.metrics] == [False, False, True, True]
+    flags = [*zero_flags(stage, data), "--eval-every", "3"]
+    weights = last_weights(result.output_dir)
+    loss, acceptance = plain_evaluation(flags, work / "other.jsonl", weights, step=4)
+    assert result.metrics[-1]["held_out_loss"] == pytest.approx(loss, rel=1e-5)
+    assert result.metrics[-1]["held_out_acceptance_length"] == pytest.approx(acceptance, abs=1e-9)
+    assert len(result.metrics[-1]["held_out_slot_accuracy"]) == 15
+
+
+def test_dpace_equals_plain_torch(trained, data):
+    flags = [*zero_flags("zero1", data), "--loss-weights", "dpace"]
+    compare_with_reference(trained["dpace"].check_ok(), plain_reference(flags))
+
+
+def test_a_run_starts_from_the_drafter_it_is_given(trained):
+    """With a learning rate of 0 the saved drafter is the given one, bit for bit."""
+    started, given = trained["init-from"].check_ok(), trained["zero1"]
+    mine, theirs = last_weights(started.output_dir), last_weights(given.output_dir)
+    assert first_weight_difference(mine, theirs, "the drafters") is None
+    assert started.metrics[0]["loss"] < given.metrics[0]["loss"]
 
 
 def test_zero3_resume_equals_straight(trained):
@@ -566,7 +645,7 @@ def test_two_threads_plan_at_once(data):
     """A drafter plans on its main thread and on its receiver's: both see the epochs of a planner used alone."""
     _, alone = make_planner([*SMALL, *data])
     numbers = range(5 * len(alone.epoch(0)))
-    expected = [alone.locate(m) for m in numbers]
+    expected = [alone.locate_pack(m) for m in numbers]
     _, shared = make_planner([*SMALL, *data])
     right_epoch, seen = shared.epoch, []
 
@@ -575,7 +654,7 @@ def test_two_threads_plan_at_once(data):
         return right_epoch(epoch)
 
     shared.epoch = slow_epoch
-    threads = [threading.Thread(target=lambda: seen.append([shared.locate(m) for m in numbers])) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: seen.append([shared.locate_pack(m) for m in numbers])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -169,7 +169,7 @@ def test_step_weight_is_the_sum_over_the_global_batch():
     plans = planner(make_documents([30] * 20), num_drafters=3, gradient_accumulation_steps=2)
     assert list(plans.micro_batches(2)) == [12, 13, 14, 15, 16, 17]
     total = sum(plans.plan(m).weights.astype(np.float64).sum() for m in range(12, 18))
-    assert plans.step_weight(2) == pytest.approx(total, rel=1e-12) and total > 0
+    assert plans.weight(plans.micro_batches(2)) == pytest.approx(total, rel=1e-12) and total > 0
 
 
 # Purity, epochs, packs ------------------------------------------------------------------------------------------------
@@ -182,6 +182,45 @@ def test_plan_is_a_pure_function_of_m():
     for m in np.random.default_rng(0).permutation(40):
         assert same(mixed.plan(int(m)), straight[m])
     assert not same(dataclasses.replace(straight[1], m=0), straight[0])
+
+
+def held_out_planner(total_steps, every, held_out_lengths, num_drafters=2, accumulation=2):
+    flags = dict(tokens_per_micro_batch=64, anchors_per_micro_batch=8, block_size=4, max_steps=total_steps,
+                 eval_every=every, gradient_accumulation_steps=accumulation, noise_std=0.1)  # fmt: skip
+    documents, held_out = make_documents([20, 30, 40, 50, 60] * 3), make_documents(held_out_lengths, seed=9)
+    return [Planner(documents, arguments(**flags), num_drafters, extra) for extra in (None, held_out)]
+
+
+@pytest.mark.parametrize("total_steps, every", [(7, 3), (6, 3), (2, 5), (3, 1), (1, 1)])
+@pytest.mark.parametrize("held_out_lengths", [[50], [40] * 3, [60, 60, 60, 60]])
+def test_evaluations_stand_in_the_one_global_order_and_change_no_step(total_steps, every, held_out_lengths):
+    """Against a list made by hand: each step's micro-batches, and after each due step the whole held-out set."""
+    without, plans = held_out_planner(total_steps, every, held_out_lengths)
+    packs = len(pack_epoch(plans.held_out.lengths, 64, 0, 0))
+    size = packs + packs % 2  # two drafters take the same number
+    order = []
+    for step in range(total_steps):
+        order += [("train", step, i) for i in range(4)]
+        if (step + 1) % every == 0 or step + 1 == total_steps:
+            order += [("held out", step, i) for i in range(size)]
+    assert plans.end_m == len(order) and plans.eval_micro_batches == size
+    for m, (kind, step, i) in enumerate(order):
+        numbers = plans.micro_batches(step) if kind == "train" else plans.evaluation_after(step + 1)
+        assert numbers[i] == m
+        plan = plans.plan(m)
+        if kind == "train":
+            assert same(dataclasses.replace(plan, m=4 * step + i), without.plan(4 * step + i))
+        else:
+            assert plan.noise_std == 0 and (plan.num_anchors > 0) == (i < packs)
+            assert same(dataclasses.replace(plan, m=0), dataclasses.replace(plans.plan(plans.evaluation_after(total_steps)[i]), m=0))
+    assert [plans.first_m(step) for step in range(total_steps)] == [order.index(("train", s, 0)) for s in range(total_steps)]
+    seen = [plans.plan(m).documents for m in plans.evaluation_after(total_steps)[:packs]]
+    assert sorted(np.concatenate(seen)) == list(range(len(held_out_lengths)))
+
+
+def test_no_evaluation_without_held_out_documents():
+    without, _ = held_out_planner(6, 3, [50])
+    assert without.end_m == 24 and not any(without.evaluation_after(step) for step in range(1, 7))
 
 
 def test_another_seed_changes_order_anchors_and_noise():
@@ -226,7 +265,7 @@ def test_epochs_roll_over_in_another_order():
     seen, first = [], []
     for epoch, count in enumerate(per_epoch):
         start = sum(per_epoch[:epoch])
-        assert [plans.locate(m) for m in range(start, start + count)] == [(epoch, i) for i in range(count)]
+        assert [plans.locate_pack(m) for m in range(start, start + count)] == [(epoch, i) for i in range(count)]
         first.append(plans.plan(start).documents.tolist())
         seen += [d for m in range(start, start + count) for d in plans.plan(m).documents]
     assert Counter(seen) == {d: 3 for d in range(30)}
@@ -236,7 +275,7 @@ def test_epochs_roll_over_in_another_order():
 def test_a_single_short_document_serves_every_micro_batch():
     plans = planner(make_documents([3], [[1, 1, 1]]), tokens=64)
     assert [plans.plan(m).documents.tolist() for m in range(5)] == [[0]] * 5
-    assert plans.locate(4) == (4, 0)
+    assert plans.locate_pack(4) == (4, 0)
 
 
 @pytest.mark.parametrize("epochs, micro_batches", [(1, 10), (3, 30), (0.5, 5), (1.25, 12), (0.01, 0)])
@@ -260,7 +299,7 @@ def test_anchors_are_drawn_uniformly_without_replacement():
     plans = planner(make_documents([701], [[1] * 701]), tokens=701, anchors=512)
     plan, counts = plans.plan(0), np.zeros(701)
     for m in range(2000):
-        rows, used = plans._draw_anchors(m, plan.document_ids, plan.loss_mask)
+        rows, used = plans._draw_anchors((2, m), 512, plan.document_ids, plan.loss_mask)
         assert used == 512 and (np.diff(rows) > 0).all()
         counts[rows] += 1
     p = 512 / 700

@@ -6,10 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from helpers import arguments
-from train_dflash_pipeline import UserError, learning_rate_at, noise_std_at, parse_arguments, read_topology
+from train_dflash_pipeline import (
+    UserError,
+    choose_device,
+    learning_rate_at,
+    noise_std_at,
+    parse_arguments,
+    read_topology,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -57,6 +65,12 @@ def test_switches_have_a_no_twin(name):
         ("--adam-beta2 1", "--adam-beta2 1.0: must lie in 0..1"),
         ("--num-epochs 0", "--num-epochs 0.0: must be above 0"),
         ("--num-epochs inf", "--num-epochs inf: must be above 0"),
+        ("--warmup-ratio 3", "--warmup-ratio 3.0: must lie in 0..1"),
+        ("--decay-ratio 1.5", "--decay-ratio 1.5: must lie in 0..1"),
+        ("--dpace-alpha nan", "--dpace-alpha nan: must lie in 0..1"),
+        ("--loss kl --loss-weights dpace", "--loss-weights dpace needs --loss ce"),
+        ("--eval-every 0", "--eval-every 0: must be at least 1"),
+        ("--eval-data nowhere.jsonl", "--eval-data nowhere.jsonl: no such file"),
         ("--loss-gamma 0", "--loss-gamma 0.0: must be above 0"),
         ("--num-draft-layers 2 --num-full-attention-layers 3", "the drafter has 2 layers"),
         ("--num-target-ranks many", "--num-target-ranks many: a number, or auto"),
@@ -145,6 +159,29 @@ def test_roles_that_cannot_be_laid_out_are_refused(monkeypatch, world, targets, 
         topology(monkeypatch, 0, world, targets)
 
 
+@pytest.mark.parametrize(
+    "world, targets, gpus, expected",
+    [
+        (4, 2, 4, [("cuda:0", False), ("cuda:1", False), ("cuda:2", False), ("cuda:3", False)]),
+        (2, 1, 1, [("cuda:0", True), ("cuda:0", True)]),
+        (3, 1, 2, [("cuda:0", True), ("cuda:1", True), ("cuda:0", True)]),
+        (3, 2, 1, [("cpu", False)] * 3),  # two targets cannot share a GPU
+        (2, 1, 0, [("cpu", False)] * 2),
+    ],
+)
+def test_a_gpu_serves_at_most_one_rank_of_each_role(monkeypatch, world, targets, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    ranks = [topology(monkeypatch, rank, world, str(targets)) for rank in range(world)]
+    chosen = [choose_device("auto", rank) for rank in ranks]
+    assert [(str(device), shared) for device, shared in chosen] == expected
+    for role in ("target", "drafter"):
+        mine = [str(device) for rank, (device, _) in zip(ranks, chosen) if rank.role == role and device.type == "cuda"]
+        assert len(mine) == len(set(mine))
+    if expected[0][0] == "cpu":
+        with pytest.raises(UserError, match=f"--device cuda: .* of one role on this host, but {gpus} GPUs"):
+            choose_device("cuda", ranks[0])
+
+
 def test_start_without_torchrun_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="start with torchrun"):
@@ -163,9 +200,26 @@ def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
     assert rates[10] == 2.0 and rates[99] == pytest.approx(0.5)
 
 
+def test_wsd_stays_at_the_peak_and_falls_linearly_at_the_end():
+    optim = arguments(
+        learning_rate=2.0, warmup_ratio=0.1, min_lr_ratio=0.25, lr_schedule="wsd", decay_ratio=0.2
+    ).optimization
+    rates = [learning_rate_at(step, 100, optim) for step in range(100)]
+    assert rates[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert rates[10:80] == [2.0] * 70
+    # 20 equal steps down, the last of them at a quarter of the peak
+    assert rates[80:] == pytest.approx([2.0 - 1.5 * (step + 1) / 20 for step in range(20)])
+
+
+def test_constant_stays_at_the_peak():
+    optim = arguments(learning_rate=2.0, warmup_ratio=0.1, lr_schedule="constant").optimization
+    assert [learning_rate_at(step, 50, optim) for step in range(5, 50)] == [2.0] * 45
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 @pytest.mark.parametrize("total", [1, 2, 3])
-def test_learning_rate_of_very_short_runs_starts_at_the_peak(total):
-    optim = arguments(learning_rate=1.0, warmup_ratio=0.04).optimization
+def test_learning_rate_of_very_short_runs_starts_at_the_peak(total, schedule):
+    optim = arguments(learning_rate=1.0, warmup_ratio=0.04, lr_schedule=schedule).optimization
     rates = [learning_rate_at(step, total, optim) for step in range(total)]
     assert rates[0] == 1.0 and all(0 < rate <= 1 for rate in rates)
 

@@ -2,15 +2,24 @@
 
 import gzip
 import json
+import re
+import shutil
+import threading
+import time
+from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from tokenizers import processors
 
 import train_dflash_pipeline as pipeline
 from helpers import arguments
-from train_dflash_pipeline import ChatTokenizer, Topology, UserError, byte_tokenizer, choose_mask_token, tokenise_rows
+from train_dflash_pipeline import (
+    ChatTokenizer, Topology, UserError, byte_tokenizer, choose_mask_token, parse_arguments, tokenise_rows,
+)  # fmt: skip
 
 LLAMA3 = (
     "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
@@ -63,14 +72,14 @@ def tokenizer_with(template: str):
 def supervised(template: str, messages: list[dict], **row) -> list[list[str]]:
     """Per document: the supervised stretches, decoded."""
     tokenizer = tokenizer_with(template)
-    documents = ChatTokenizer(tokenizer).documents({"messages": messages} | row)
+    documents, _ = ChatTokenizer(tokenizer).documents({"messages": messages} | row)
     runs = [[(k, [i for i, _ in g]) for k, g in groupby(zip(*d), key=lambda pair: pair[1])] for d in documents]
     return [[tokenizer.decode(ids) for on, ids in document if on] for document in runs]
 
 
 def whole_texts(template: str, messages: list[dict], **row) -> list[str]:
     tokenizer = tokenizer_with(template)
-    documents = ChatTokenizer(tokenizer).documents({"messages": messages} | row)
+    documents, _ = ChatTokenizer(tokenizer).documents({"messages": messages} | row)
     return [tokenizer.decode(ids) for ids, _ in documents]
 
 
@@ -161,6 +170,163 @@ def test_cut_off_concerns_the_last_turn_only():
     assert supervised(QWEN3, CHAT, finish_reason="length") == [[FIRST + "<|im_end|>"], [SECOND]]
 
 
+@pytest.mark.parametrize("template", [pipeline.CHATML, LLAMA3, GEMMA, QWEN3, HARMONY])
+def test_rows_with_a_cut_off_answer_can_be_left_out(template):
+    chat = ChatTokenizer(tokenizer_with(template), cut_off_answers="drop")
+    assert chat.documents({"messages": CHAT, "finish_reason": "length"}) == ([], ["cut off by a length limit"])
+    for reason in ("stop", "tool_calls", None, 7):
+        assert supervised(template, CHAT, finish_reason=reason) == supervised(template, CHAT)
+
+
+def test_cut_off_does_not_concern_a_chat_that_ends_with_another_turn():
+    chat = [*CHAT, {"role": "user", "content": "thanks"}]
+    assert supervised(pipeline.CHATML, chat, finish_reason="length") == supervised(pipeline.CHATML, CHAT)
+
+
+def test_a_turn_after_the_last_answer_adds_nothing():
+    assert whole_texts(QWEN3, [*CHAT, {"role": "user", "content": "thanks"}]) == whole_texts(QWEN3, CHAT)
+
+
+def test_template_variables_reach_every_rendering():
+    template = QWEN3.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n"
+                             "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+    template = template.replace("{% for m in messages %}<", "{{ greeting }}{% for m in messages %}<")
+    tokenizer, variables = tokenizer_with(template), {"enable_thinking": False, "greeting": "Hello! "}
+    [(ids, mask)], reasons = ChatTokenizer(tokenizer, template_kwargs=variables).documents({"messages": CHAT[:2]})
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT[:2], tokenize=False, **variables)
+    assert tokenizer.decode(ids).startswith("Hello! ") and not reasons
+    assert tokenizer.decode(ids[mask]) == FIRST + "<|im_end|>"
+
+
+def test_tools_and_calls_render_as_the_served_template_does():
+    """Arguments that are JSON text, as servers give them, become objects, as servers hand them to the template."""
+    template = pipeline.CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1).replace(
+        "{{ message.content }}", "{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+        "<call>{{ call.function | tojson }}</call>{% endfor %}")  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+
+    def chat(arguments):
+        call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        return [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "blue"}, CHAT[1]]  # fmt: skip
+
+    served = tokenizer_with(template).apply_chat_template(chat({"of": "sky"}), tools=tools, tokenize=False)
+    for arguments in ({"of": "sky"}, '{"of": "sky"}'):
+        assert whole_texts(template, chat(arguments), tools=tools) == [served]
+        [[call, answer]] = supervised(template, chat(arguments), tools=tools)
+        assert call == '<call>{"name": "look_up", "arguments": {"of": "sky"}}</call><|im_end|>'
+        assert answer == FIRST + "<|im_end|>"
+    assert '"not json"' in whole_texts(template, chat("not json"), tools=tools)[0]
+
+
+def test_white_space_trimmed_from_offsets_leaves_no_hole():
+    """Llama-3's tokenizer gives tokens of mere spaces an empty range of characters."""
+    tokenizer = tokenizer_with(pipeline.CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    answer = "  if x:\n        return  1  "
+    [(ids, mask)], _ = ChatTokenizer(tokenizer).documents({"prompt": " code? ", "response": answer})
+    assert [on for on, _ in groupby(mask.tolist())] == [False, True, False]
+    assert tokenizer.decode(ids[mask]) == answer + "<|im_end|>"
+
+
+def test_tokens_are_those_of_the_whole_text_with_one_bos():
+    tokenizer = tokenizer_with(LLAMA3)
+    bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
+    )
+    assert tokenizer("x")["input_ids"][0] == bos
+    [(ids, _)], _ = ChatTokenizer(tokenizer).documents({"messages": CHAT})
+    assert ids.tolist().count(bos) == 1 and ids[0] == bos
+    assert ids.tolist() == tokenizer.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+
+
+def test_many_turns_are_tokenised_once(monkeypatch):
+    tokenizer, calls = tokenizer_with(pipeline.CHATML), []
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", lambda self, text, *a, right=type(tokenizer)._encode_plus, **k:
+                        calls.append(len(text)) or right(self, text, *a, **k))  # fmt: skip
+    turns = [{"role": role, "content": f"turn {i}"} for i in range(30) for role in ("user", "assistant")]
+    [(ids, _)], _ = ChatTokenizer(tokenizer).documents({"messages": turns})
+    assert calls == [len(tokenizer.decode(ids))]
+
+
+# Generation tags ------------------------------------------------------------------------------------------------------
+
+ANSWER = "{{ message.content }}<|im_end|>"
+TAGS = {
+    "answer and end of turn": "{% generation %}" + ANSWER + "{% endgeneration %}",
+    "answer only": "{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>",
+    "answer, end of turn, line feed": "{%- generation -%}" + ANSWER + "{{ '\n' }}{%- endgeneration -%}",
+    "in two pieces": "{% generation %}{{ message.content[:3] }}{% endgeneration %}"
+    "{% generation %}{{ message.content[3:] }}<|im_end|>{% endgeneration %}",
+}
+
+
+def tagged_chatml(body: str) -> str:
+    newline = "" if "'\n'" in body else "{{ '\n' }}"
+    return pipeline.CHATML.replace(
+        ANSWER + "\n",
+        "{% if message.role == 'assistant' %}" + body + newline + "{% else %}" + ANSWER + "{{ '\n' }}{% endif %}",
+    )
+
+
+@pytest.mark.parametrize("body", TAGS.values(), ids=TAGS)
+@pytest.mark.parametrize("row", [{}, {"finish_reason": "length"}], ids=["whole", "cut off"])
+def test_generation_tags_give_the_mask_of_the_prefix_method(body, row):
+    row |= {"messages": [{"role": "system", "content": "Answer."}, *CHAT]}
+    [(ids, mask)], _ = ChatTokenizer(tokenizer_with(pipeline.CHATML)).documents(row)
+    [(tagged_ids, tagged_mask)], reasons = ChatTokenizer(tokenizer_with(tagged_chatml(body))).documents(row)
+    assert np.array_equal(ids, tagged_ids) and np.array_equal(mask, tagged_mask) and not reasons
+
+
+def test_generation_tags_around_all_never_reach_into_the_prompt():
+    template = "{% generation %}" + pipeline.CHATML + "{% endgeneration %}"
+    assert supervised(template, CHAT) == [[FIRST + "<|im_end|>", SECOND + "<|im_end|>"]]
+
+
+def test_generation_tags_serve_where_the_generation_prompt_is_not_continued():
+    opens_thinking = [t.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+                      for t in (tagged_chatml(TAGS["answer only"]), pipeline.CHATML)]  # fmt: skip
+    assert supervised(opens_thinking[0], CHAT) == [[FIRST + "<|im_end|>", SECOND + "<|im_end|>"]]
+    assert ChatTokenizer(tokenizer_with(opens_thinking[1])).documents({"messages": CHAT}) == (
+        [], ["whose chat template does not continue its own generation prompt"]
+    )  # fmt: skip
+
+
+def test_tags_of_a_template_that_renders_otherwise_each_time_are_not_trusted():
+    now = "{{ strftime_now('%f') }}"
+    template = tagged_chatml("{% generation %}{{ message.content }}" + now + "{% endgeneration %}<|im_end|>")
+    assert ChatTokenizer(tokenizer_with(template)).documents({"messages": CHAT[:2]}) == (
+        [], ["that renders otherwise when its generation tags are followed"]
+    )  # fmt: skip
+
+
+def test_tagged_template_that_rewrites_earlier_turns_gives_a_document_per_answer():
+    opening = "{% if loop.index0 > ns.last %}<think>"
+    marked = QWEN3.replace(opening, "{% generation %}" + opening)
+    marked = marked.replace("{% else %}{{ m.content }}{% endif %}<|im_end|>\n", "<|im_end|>{% endgeneration %}"
+                            "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}")  # fmt: skip
+    chat = [CHAT[0], CHAT[1] | {"reasoning_content": "waves"}, *CHAT[2:]]
+    think = "<think>\nwaves\n</think>\n\n"
+    assert supervised(marked, chat) == [[f"{think}{FIRST}<|im_end|>"], [f"<think>\n\n</think>\n\n{SECOND}<|im_end|>"]]
+    assert supervised(marked, chat, finish_reason="length")[1] == [f"<think>\n\n</think>\n\n{SECOND}"]
+
+
+@pytest.mark.parametrize("template, reason", [
+    ("{% generation %}{% endgeneration %}" + pipeline.CHATML, "without a supervised token"),
+    ("{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
+     "in which every token would be supervised"),
+    ("{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+     "{% endfor %}", "in which every token would be supervised"),
+])  # fmt: skip
+def test_mask_of_nothing_or_of_everything_is_an_error_that_names_the_tokenizer(tmp_path, template, reason):
+    tokenizer = tokenizer_with(template)
+    tokenizer.name_or_path = "some/tokenizer"
+    path = write_rows(tmp_path / "x.jsonl", [valid_row()])
+    with pytest.raises(UserError, match=f"chat template of some/tokenizer: 1 {reason}"):
+        tokenise_rows([path], tokenizer, 100, show_progress=False)
+
+
 # Formats and files ----------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +380,17 @@ def test_documents_at_the_limit_stay_and_one_token_more_goes(tmp_path):
     assert documents.lengths.tolist() == [shorter] and documents.dropped == {f"over {shorter} tokens": 1}
 
 
+@pytest.mark.parametrize("response", ["ab" * 6400, "a" * 6400, "z" * 200], ids=["128 a token", "64", "1"])
+def test_long_texts_of_few_tokens_are_measured_in_tokens(response):
+    """A text of more than 64 characters a token is first judged by its beginning."""
+    tokenizer = tokenizer_with(pipeline.CHATML)
+    tokenizer.add_tokens(["a" * 64, "ab" * 64])
+    [(ids, _)], _ = ChatTokenizer(tokenizer).documents({"prompt": "", "response": response})
+    for limit in (len(ids), len(ids) - 1):
+        documents, reasons = ChatTokenizer(tokenizer, limit).documents({"prompt": "", "response": response})
+        assert (len(documents), reasons) == ((1, []) if limit == len(ids) else (0, [f"over {limit} tokens"]))
+
+
 def test_template_that_does_not_continue_its_generation_prompt_is_an_error(tmp_path):
     template = pipeline.CHATML.replace("<|im_start|>assistant\n", "<|im_start|>bot\n")
     with pytest.raises(UserError, match="1 whose chat template does not continue its own generation prompt"):
@@ -227,10 +404,17 @@ def test_no_usable_row_is_an_error_with_the_reasons(tmp_path):
         tokenise([write_rows(tmp_path / "empty.jsonl", [])])
 
 
-@pytest.mark.parametrize("broken, complaint", [("{not json", "not valid JSON"), ("[1, 2]", "expected a JSON object, found list")])
+@pytest.mark.parametrize("broken, complaint", [
+    (b"{not json", "not valid JSON"),
+    (b"[1, 2]", "expected a JSON object, found list"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b'{"prompt": "\xff", "response": "x"}', "not valid Unicode"),
+    (b'{"prompt": "x", "response": "half \\ud83d"}', "not valid Unicode"),
+    ("{}".encode("utf-16"), "not valid Unicode"),
+])  # fmt: skip
 def test_broken_line_is_named_by_file_and_number(tmp_path, broken, complaint):
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(valid_row()) + "\n\n" + broken + "\n")
+    path.write_bytes(json.dumps(valid_row()).encode() + b"\n\n" + broken + b"\n")
     with pytest.raises(UserError, match=f"x.jsonl, line 3: {complaint}"):
         tokenise([str(path)])
 
@@ -246,10 +430,80 @@ def test_byte_order_mark_crlf_blank_lines_and_gzip_change_nothing(tmp_path):
         assert tokenise([str(tmp_path / name)]).fingerprint == plain.fingerprint
 
 
-def test_rows_are_numbered_over_all_files(tmp_path):
-    a = write_rows(tmp_path / "a.jsonl", [valid_row("1"), {}])
-    b = write_rows(tmp_path / "b.jsonl", [{}, valid_row("2")])
-    assert tokenise([a, b]).rows.tolist() == [0, 3]
+def test_broken_gzip_is_an_error_that_names_the_file(tmp_path):
+    whole = gzip.compress((json.dumps(valid_row()) + "\n").encode() * 50)
+    for name, content in (("none.jsonl.gz", b"plain"), ("cut.jsonl.gz", whole[:-20])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"cannot read .*{name}"):
+            tokenise([str(tmp_path / name)])
+
+
+USER, ANSWERED = {"role": "user", "content": "q?"}, {"role": "assistant", "content": "a."}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+TEXT_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+ODD_FILES = {  # name: (content, supervised stretches by document, dropped)
+    "empty lists": ([{"messages": []}, {"conversations": []}, {"messages": [], "tools": []}],
+                    [], {"without a conversation": 3}),
+    "system only": ([{"messages": [{"role": "system", "content": "s"}]}], [], {"without an assistant turn": 1}),
+    "assistant first": ([{"messages": [ANSWERED, USER]}, {"messages": [ANSWERED, USER, ANSWERED]}],
+                        [["a.<|im_end|>"]], {"whose only assistant turn answers nothing": 1}),
+    "tool calls": ([{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                                  {"role": "tool", "content": "r"}, ANSWERED], "tools": [CALL]}],
+                   [["<call>f</call><|im_end|>", "a.<|im_end|>"]], {}),
+    "emoji and combining characters": ([{"prompt": "👩‍👩‍👧 e\u0301?", "response": "🏳️‍🌈 a\u0308o\u0308 \u0301x 𝔘"}],
+                                       [["🏳️‍🌈 a\u0308o\u0308 \u0301x 𝔘<|im_end|>"]], {}),
+    "closing think tag": ([{"prompt": "q?", "response": "</think>\n\na."}], [["</think>\n\na.<|im_end|>"]], {}),
+    "doubled bos": ([{"messages": [USER, ANSWERED]}], [["a.<|im_end|>"]], {}),
+    "giant": ([{"prompt": "x" * 10_000_000, "response": "y"}, {"prompt": "x", "response": "y" * 10_000_000}],
+              [], {"over 5000 tokens": 2}),
+    "windows": ("".join(json.dumps({"prompt": "q", "response": "a\r\nb"}) + "\r\n" for _ in range(2)),
+                [["a\r\nb<|im_end|>"]] * 2, {}),
+    "byte order mark": ("\ufeff" + json.dumps({"prompt": "q", "response": "a"}), [["a<|im_end|>"]], {}),
+    "parts": ([{"messages": [USER | {"content": TEXT_PARTS}, ANSWERED | {"content": TEXT_PARTS}]},
+               {"messages": [USER | {"content": [*TEXT_PARTS, {"type": "image_url", "image_url": "x"}]}, ANSWERED]},
+               {"messages": [USER | {"content": ["a"]}, ANSWERED]}, {"messages": [USER | {"content": 5}, ANSWERED]},
+               {"messages": [USER, ANSWERED | {"content": []}]}],
+              [["ab<|im_end|>"]], {"with content that is not text": 3, "without an assistant turn": 1}),
+    "roles": ([{"messages": [{"content": "q?"}, ANSWERED]}, {"messages": [USER | {"role": None}, ANSWERED]},
+               {"conversations": [{"from": ["x"], "value": "q"}, {"from": "gpt", "value": "a"}]},
+               {"conversations": [{"from": "human", "value": "q"}, "a"]}, {"messages": [USER, None, ANSWERED]}],
+              [], {"with a turn without a role": 3, "without a conversation": 2}),
+    "odd values": ([{"messages": [USER, ANSWERED], "tools": "[]"}, {"messages": [USER, ANSWERED], "tools": 7},
+                    {"messages": [USER, {"role": "assistant", "tool_calls": "f()"}]},
+                    {"messages": [USER, {"role": "assistant", "tool_calls": [None, 3]}]}],
+                   [], {"refused by the chat template": 4}),
+}  # fmt: skip
+ODD_TEMPLATE = pipeline.CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content or '' }}{% for c in message.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("content, expected, dropped", ODD_FILES.values(), ids=ODD_FILES)
+def test_odd_files_give_the_right_mask_or_a_counted_drop(tmp_path, content, expected, dropped):
+    rows = [] if isinstance(content, str) else content
+    path = tmp_path / "odd.jsonl"
+    text = content if isinstance(content, str) else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_bytes((text.rstrip("\n") + "\n" + json.dumps(valid_row("sound")) + "\n").encode())
+    tokenizer = tokenizer_with(ODD_TEMPLATE)
+    documents = tokenise_rows([str(path)], tokenizer, 5000, show_progress=False)
+    found = []
+    for start, end in zip(documents.offsets, documents.offsets[1:]):
+        pairs = zip(documents.token_ids[start:end].tolist(), documents.loss_mask[start:end].tolist())
+        runs = [(k, [i for i, _ in g]) for k, g in groupby(pairs, key=lambda pair: pair[1])]
+        found.append([tokenizer.decode(ids) for on, ids in runs if on])
+    assert found == [*expected, ["sound<|im_end|>"]] and documents.dropped == dropped
+    assert documents.num_rows == len(expected) + sum(dropped.values()) + 1
+
+
+def test_rows_are_numbered_over_all_files_and_chunks(tmp_path, monkeypatch):
+    rows = [valid_row(str(i)) if i % 3 else {} for i in range(11)]
+    paths = [write_rows(tmp_path / f"{n}.jsonl", rows[:n]) for n in (7, 11)]
+    whole = tokenise(paths)
+    assert whole.rows.tolist() == [i for i in range(7) if i % 3] + [7 + i for i in range(11) if i % 3]
+    for limits in ((1, 1 << 20), (5, 1 << 20), (256, 100)):
+        monkeypatch.setattr(pipeline.line_chunks, "__defaults__", limits)
+        assert tokenise(paths).fingerprint == whole.fingerprint and tokenise(paths).rows.tolist() == whole.rows.tolist()
 
 
 # Cache ----------------------------------------------------------------------------------------------------------------
@@ -259,10 +513,11 @@ def test_cache_gives_the_same_documents_and_is_renewed_when_the_data_changes(tmp
     path = write_rows(tmp_path / "x.jsonl", [valid_row("one"), {}, {"messages": CHAT}])
     args = arguments(train_data=[path], output_dir=str(tmp_path / "run"))
 
+    store = dist.HashStore()
+
     def load_as(local_rank):
-        store = dist.HashStore()
-        store.set("data/0", "1")
-        return pipeline.load_documents(args, byte_tokenizer(), Topology(local_rank, 2, local_rank, 2, 1), store)
+        topology = Topology(local_rank, 2, local_rank, 2, 1)
+        return pipeline.load_documents([path], args, byte_tokenizer(), topology, store, "train")
 
     first = load_as(0)
     with monkeypatch.context() as patch:
@@ -274,6 +529,118 @@ def test_cache_gives_the_same_documents_and_is_renewed_when_the_data_changes(tmp
             assert again.dropped == first.dropped == {"without a conversation": 1}
     write_rows(tmp_path / "x.jsonl", [valid_row("other")])
     assert load_as(0).fingerprint != first.fingerprint
+
+
+def settled(tmp_path, paths, tokenizer=None, **flags):
+    args = arguments(output_dir=str(tmp_path / "run"), **flags)
+    return pipeline.settle_documents(paths, args, tokenizer or byte_tokenizer(), show_progress=False)
+
+
+def test_cache_is_named_by_all_that_decides_what_is_in_it(tmp_path):
+    paths = [write_rows(tmp_path / f"{n}.jsonl", [valid_row(n)]) for n in "ab"]
+    other_template, other_vocabulary = byte_tokenizer(), byte_tokenizer()
+    other_template.chat_template = "{# #}" + pipeline.CHATML
+    other_vocabulary.add_tokens(["fine"])
+    caches = [
+        settled(tmp_path, paths), settled(tmp_path, paths[::-1]), settled(tmp_path, paths[:1]),
+        settled(tmp_path, paths, max_document_tokens=1000), settled(tmp_path, paths, cut_off_answers="drop"),
+        settled(tmp_path, paths, chat_template_kwargs='{"a": 1}'), settled(tmp_path, paths, other_template),
+        settled(tmp_path, paths, other_vocabulary),
+    ]  # fmt: skip
+    assert len(set(caches)) == len(caches) == len(list((tmp_path / "run" / "data").iterdir()))
+    used = byte_tokenizer()
+    used("some text", truncation=True, max_length=3)  # leaves its mark in the tokenizer's state
+    assert settled(tmp_path, paths, used) == settled(tmp_path, paths, max_document_tokens=1024) == caches[0]
+
+
+def test_a_cache_has_the_same_bytes_each_time(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", [valid_row("one"), {}, {"messages": CHAT}])
+    first = settled(tmp_path / "1", [path])
+    assert first.read_bytes() == settled(tmp_path / "2", [path]).read_bytes()
+    assert [p.name for p in first.parent.iterdir()] == [first.name]
+
+
+def test_opened_documents_are_mapped_not_copied(tmp_path):
+    path = tmp_path / "x.safetensors"
+    ids = np.arange(100_000, dtype=np.int32)
+    written = pipeline.Documents(ids, ids % 3 == 0, np.arange(0, 100_001, 1000), np.arange(100), {"odd": 2}, 9)
+    pipeline.write_documents(written, path, {"layout": 0})
+    opened, text = pipeline.open_documents(path)
+    assert (opened.dropped, opened.num_rows, text) == ({"odd": 2}, 9, {"layout": 0})
+    assert opened.fingerprint == written.fingerprint
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    mapped = [[int(address, 16) for address in fields[0].split("-")] for fields in maps]
+    for name in pipeline.DOCUMENT_ARRAYS:
+        a, b = getattr(written, name), getattr(opened, name)
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+        assert any(start <= b.ctypes.data and b.ctypes.data + b.nbytes <= end for start, end in mapped), name
+
+
+def test_prepared_file_serves_a_run_of_the_same_settings_only(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", [valid_row("one"), {"messages": CHAT}])
+    prepared = [str(shutil.copy(settled(tmp_path, [path], max_document_tokens=500), tmp_path / "p.safetensors"))]
+    assert settled(tmp_path, prepared, max_document_tokens=500) == Path(prepared[0])
+    assert settled(tmp_path, prepared, tokens_per_micro_batch=500) == Path(prepared[0])
+    other = byte_tokenizer()
+    other.chat_template = "{# #}" + pipeline.CHATML
+    with pytest.raises(UserError, match="p.safetensors was prepared with another chat template: prepare it again"):
+        settled(tmp_path, prepared, other, max_document_tokens=500)
+    flags = dict(max_document_tokens=400, cut_off_answers="drop", chat_template_kwargs='{"a": 1}')
+    complaint = ('--chat-template-kwargs {}, not {"a": 1}, --max-document-tokens 500, not 400, '
+                 '--cut-off-answers "keep", not "drop"')  # fmt: skip
+    with pytest.raises(UserError, match=re.escape(complaint)):
+        settled(tmp_path, prepared, **flags)
+    other.add_tokens(["fine"])
+    with pytest.raises(UserError, match="with another tokenizer, another chat template, --max-document-tokens 500, "):
+        settled(tmp_path, prepared, other)
+
+
+def test_what_is_no_prepared_file_is_refused(tmp_path):
+    for number, content in enumerate([b"", b"{}", b"\x02" + b"\0" * 7 + b"{}"]):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{number}.safetensors is no file of tools/prepare_data.py"):
+            settled(tmp_path, [str(path)])
+    with pytest.raises(UserError, match="a prepared file stands alone"):
+        parse_arguments(["--train-data", str(path), write_rows(tmp_path / "x.jsonl", [valid_row()])])
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ("{thinking: false}", "expected a JSON object"),
+    ("[1]", "expected a JSON object"),
+    ("null", "expected a JSON object"),
+    ('{"tokenize": true, "tools": []}', "tokenize, tools cannot be set"),
+])  # fmt: skip
+def test_template_variables_are_checked_with_the_flags(text, complaint):
+    with pytest.raises(UserError, match=f"--chat-template-kwargs.*{complaint}"):
+        parse_arguments(["--chat-template-kwargs", text])
+
+
+def test_no_rank_goes_on_before_every_host_has_its_data(tmp_path, monkeypatch):
+    """Later waits have a limit (here one second, long past), so none may start while another host still tokenises."""
+    path = write_rows(tmp_path / "x.jsonl", [valid_row()])
+    args, store, done = arguments(output_dir=str(tmp_path / "run")), dist.HashStore(), threading.Event()
+    store.set_timeout(timedelta(seconds=1))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+
+    def load():
+        pipeline.load_documents([path], args, byte_tokenizer(), Topology(0, 2, 0, 1, 1), store, "train")
+        done.set()
+
+    threading.Thread(target=load, daemon=True).start()
+    while not store.check(["data/train/0"]):
+        time.sleep(0.01)
+    assert not done.wait(1.5)
+    store.set("data/train/1", "elsewhere")
+    assert done.wait(60)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no chat template: give one that has with --tokenizer"):
+        pipeline.load_tokenizer(arguments(target=str(tmp_path)).target)
 
 
 def test_fingerprint_sees_tokens_mask_and_boundaries(tmp_path):

@@ -188,9 +188,9 @@ def plan_runs(args) -> list[Run]:
     counts = args.target_ranks
     if args.device == "cuda":
         gpus = torch.cuda.device_count()
-        for count in [c for c in counts if c + args.num_drafter_ranks > gpus]:
+        for count in [c for c in counts if max(c, args.num_drafter_ranks) > gpus]:
             print(f"skipped: {count} target + {args.num_drafter_ranks} drafter ranks need more than {gpus} GPUs")
-        counts = [c for c in counts if c + args.num_drafter_ranks <= gpus]
+        counts = [c for c in counts if max(c, args.num_drafter_ranks) <= gpus]
     switches = list(itertools.product((True, False), repeat=2))
     runs = [Run(counts[0], args.num_drafter_ranks, *pair) for pair in switches] if counts else []
     for number, count in enumerate(counts[1:]):

@@ -13,21 +13,22 @@ held-out prompts use the same forms with topics that no training prompt mentions
     launch/demo_train.jsonl.gz     {"messages": [user, assistant], "finish_reason": "stop" | "length"}
     launch/demo_heldout.jsonl      {"messages": [user]}
 
-An answer that reaches --max-new-tokens is cut there and marked "length": its end is not an end of
-turn.  Dropped, and counted, are answers that do not tokenise back to the ids that the model wrote,
-and answers that repeat an earlier one word for word.
+The answers come from tools/regenerate_responses.py, which marks those cut off at --max-new-tokens and drops those that
+do not tokenise back to the ids that the model wrote; a killed run goes on when it is started again.  Dropped here, and
+counted, are answers that repeat an earlier one word for word.
 """
 
 import argparse
-import gzip
-import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import regenerate_responses
+import train_dflash_pipeline as pipeline
+from regenerate_responses import jsonl, write_atomically
+from train_dflash_pipeline import UserError
 
 # (question forms, training topics, held-out topics), each list separated by "|"
 TABLES = (
@@ -197,116 +198,55 @@ def compose() -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(train)), heldout
 
 
-def generate(model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
-    """Answer one batch greedily; each answer ends with the end-of-turn token unless it was cut."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    batch = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
-    output = model.generate(**batch, do_sample=False, max_new_tokens=max_new_tokens)
-    answers = output[:, batch["input_ids"].shape[1] :].tolist()
-    end = tokenizer.eos_token_id
-    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
-
-
-def make_row(tokenizer, prompt: str, ids: list[int]) -> dict | None:
-    """Return the answer as text, or None if its text would not tokenise back to ``ids``."""
-    stopped = ids[-1] == tokenizer.eos_token_id
-    chat = [{"role": "user", "content": prompt}]
-    before = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    chat.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
-    after = before + (ids if stopped else ids + [tokenizer.eos_token_id]) + tokenizer.encode("\n")
-    if tokenizer.apply_chat_template(chat, return_dict=False) != after:
-        return None
-    return {"messages": chat, "finish_reason": "stop" if stopped else "length"}
-
-
-def write_lines(path: Path, rows: list[dict]) -> None:
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    with open(path, "wb") as file:
-        if path.suffix == ".gz":  # no name and no time in the header: the same rows give the same bytes
-            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
-                packed.write(data)
-        else:
-            file.write(data)
-    print(f"wrote {path}: {len(rows)} rows, {path.stat().st_size / 1e3:.0f} KB")
+def messages(prompt: str) -> list[dict]:
+    return [{"role": "user", "content": prompt}]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--target",
-        type=Path,
-        default=REPO / "models" / "SmolLM2-135M-Instruct",
+        "--target", type=Path, default=pipeline.DEMO_TARGET,
         help="model folder (default: models/SmolLM2-135M-Instruct in this repository)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--output-dir", type=Path, default=REPO / "launch", help="folder for both files (default: launch/)"
+        "--output-dir", type=Path, default=pipeline.REPOSITORY / "launch", help="for both files (default: launch/)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=96, help="cut answers here (default: %(default)s)")
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
+        "--target-dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16 is faster on CPUs with AVX512-BF16 or AMX, many times slower on others (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts at a time (default: %(default)s)")
     args = parser.parse_args()
     if not (args.target / "config.json").is_file():
-        sys.exit(f"error: no model in {args.target}; run: python tools/prepare_demo_target.py")
-    if args.max_new_tokens < 1:
-        sys.exit("error: --max-new-tokens must be at least 1")
+        raise UserError(f"no model in {args.target}; run: python tools/prepare_demo_target.py")
 
-    import torch
-    import torch.distributed as dist
-    from tqdm import tqdm
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1:
-        dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device)
-
-    # Batches of similar length pad little.  They do not depend on the number of ranks.
     train, heldout = compose()
-    order = sorted(range(len(train)), key=lambda i: (len(train[i]), train[i]))
-    batches = [order[i : i + args.batch_size] for i in range(0, len(order), args.batch_size)][rank::world]
-    answers, tokens, start = {}, 0, time.monotonic()
-    with tqdm(total=sum(map(len, batches)), unit="prompt", desc=f"rank 0 of {world}", disable=rank > 0) as bar:
-        for batch in batches:
-            ids = generate(model, tokenizer, [train[i] for i in batch], args.max_new_tokens)
-            answers.update(zip(batch, ids))
-            tokens += sum(map(len, ids))
-            bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
-            bar.update(len(batch))
-    if world > 1:
-        gathered = [None] * world if rank == 0 else None
-        dist.gather_object(answers, gathered)
-        dist.destroy_process_group()
-        if rank > 0:
-            return
-        answers = {index: ids for part in gathered for index, ids in part.items()}
-
-    rows = [make_row(tokenizer, prompt, answers[i]) for i, prompt in enumerate(train)]
-    exact = [row for row in rows if row]
-    unique = list({row["messages"][1]["content"]: row for row in reversed(exact)}.values())[::-1]
-    stopped = sum(row["finish_reason"] == "stop" for row in unique)
-    seconds, tokens = time.monotonic() - start, sum(map(len, answers.values()))
-    print(f"{len(train)} prompts answered with {tokens} tokens in {seconds:.0f} s: {tokens / seconds:.0f} tokens/s")
-    print(f"dropped {len(rows) - len(exact)} that tokenise differently, {len(exact) - len(unique)} repeated answers")
-    print(f"kept {len(unique)}: {stopped} ended by themselves, {len(unique) - stopped} cut")
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    write_lines(args.output_dir / "demo_train.jsonl.gz", unique)
-    write_lines(args.output_dir / "demo_heldout.jsonl", [{"messages": [{"role": "user", "content": p}]} for p in heldout])
+    prompts, answers = args.output_dir / "demo_prompts.jsonl", args.output_dir / "demo_answers.jsonl"
+    # every rank writes the same bytes, so none has to wait for another
+    write_atomically(prompts, jsonl(prompts, [{"messages": messages(prompt)} for prompt in train]))
+    flags = ("target", "max_new_tokens", "target_dtype", "device", "batch_size")
+    chosen = [part for name in flags for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    regenerate_responses.main([str(prompts), str(answers), *chosen])
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
+
+    rows = list(pipeline.read_rows([str(answers)]))
+    unique = list({row["messages"][1]["content"]: row for row in reversed(rows)}.values())[::-1]
+    print(f"dropped {len(rows) - len(unique)} repeated answers, kept {len(unique)}")
+    unseen = [{"messages": messages(prompt)} for prompt in heldout]
+    for name, kept in (("demo_train.jsonl.gz", unique), ("demo_heldout.jsonl", unseen)):
+        path = args.output_dir / name
+        write_atomically(path, jsonl(path, kept))
+        print(f"wrote {path}: {len(kept)} rows, {path.stat().st_size / 1e3:.0f} KB")
+    prompts.unlink()
+    answers.unlink()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except OSError as error:
+    except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
