@@ -35,13 +35,15 @@ class Reference:
         from transformers import Qwen3Config
 
         self.args, self.config, self.device, self.dtype = args, config, device, dtype
-        drafter = DFlashDraftModel._from_config(Qwen3Config(**config.to_json(), attn_implementation="sdpa"))
+        # with SDPA and bf16 on a GPU its unused blocks, which see nothing, made every weight NaN within 2,000 steps
+        attention = "flex_attention" if device.type == "cuda" else "sdpa"
+        drafter = DFlashDraftModel._from_config(Qwen3Config(**config.to_json(), attn_implementation=attention))
         drafter.load_state_dict(pipeline.build_drafter(config, args).state_dict())
         head = nn.Linear(config.hidden_size, ends.head_weight.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(ends.head_weight, requires_grad=False)
         self.drafter = drafter.to(device, dtype)
         self.model = OnlineDFlashModel(
-            self.drafter, head, ends.embed, config.mask_token_id, config.block_size, attention_backend="sdpa",
+            self.drafter, head, ends.embed, config.mask_token_id, config.block_size, attention_backend=attention,
             loss_decay_gamma=args.data.loss_gamma or pipeline.loss_gamma(config.block_size),
         )  # fmt: skip
         optim = args.optimization
@@ -128,6 +130,8 @@ def train(args: pipeline.Arguments, steps: int, output_dir: Path) -> None:
         reference.step(loss, pipeline.learning_rate_at(step, planner.total_steps, args.optimization))
         if step % 20 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
+    if not torch.isfinite(loss):
+        raise UserError(f"SpecForge's loss is {loss.item()} after {steps} steps: nothing written")
     output_dir.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().cpu().contiguous() for name, p in reference.drafter.named_parameters()}
     save_file(weights, output_dir / "model.safetensors", metadata={"format": "pt"})

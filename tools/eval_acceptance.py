@@ -849,9 +849,7 @@ def main() -> None:
         announce(head, tokenizer.chat_template)
     model = pipeline.load_target(target, config, device)
     ends = pipeline.load_frozen_ends(target, config, device, dtype)
-    eos = model.generation_config.eos_token_id
-    stop_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    decoder = Decoder(model, ends, stop_ids, args.max_new_tokens)
+    decoder = Decoder(model, ends, pipeline.stop_token_ids(model, tokenizer), args.max_new_tokens)
     evaluation = Evaluation(args, decoder, tokenizer, drafters)
     evaluation.warm_up(tokenizer("Hello")["input_ids"])
     answers = {i: evaluation.converse(i, conversations[i]) for i in shared_out(conversations, store)}

@@ -345,8 +345,7 @@ class LocalTarget:
 
         tokenizer = chat.tokenizer
         self.model, self.tokenizer, self.chat, self.args = model, tokenizer, chat, args
-        own = model.generation_config.eos_token_id
-        self.stop_ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+        self.stop_ids = pipeline.stop_token_ids(model, tokenizer)
         if not self.stop_ids:
             raise UserError(f"neither the tokenizer nor the generation config of {args.target} names a stop token")
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.stop_ids)
