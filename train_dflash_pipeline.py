@@ -12,22 +12,25 @@
 
 Target ranks run the frozen model, capture the hidden states of a few layers with hooks, pack the padding away and
 send them. Drafter ranks receive them and train the drafter under DeepSpeed ZeRO. Only hidden states travel: which
-documents are in micro-batch m, their tokens, masks, anchors, loss weights and noise all follow from m (section 3).
+documents are in micro-batch m, their tokens, masks, anchors, loss weights and noise all follow from m (section 4).
 
 The file is laid out as the data flows:
 
-     1 settings     flags -> dataclasses, checked          8 target rank   documents -> hidden states, sent
-     2 topology     ranks -> roles, groups, links          9 drafter       context + mask tokens -> hidden states
-     3 text         chat rows -> token ids and loss mask  10 loss          hidden states -> loss and its gradient
-     4 plan         m -> everything but hidden states     11 checkpoints   step -> folder, folder -> step
-     5 target       name -> frozen model, or its ends     12 monitor       sums -> console, JSON, TensorBoard
-     6 capture      layer outputs -> packed rows          13 drafter rank  hidden states -> optimizer steps
-     7 transport    slot on a target -> slot on a drafter 14 main
+     1 settings     flags -> dataclasses, checked          9 target rank   documents -> hidden states, sent
+     2 topology     ranks -> roles, groups, links         10 drafter       context + mask tokens -> hidden states
+     3 text         chat rows -> token ids and loss mask  11 loss          hidden states -> loss and its gradient
+     4 plan         m -> everything but hidden states     12 checkpoints   step -> folder, folder -> step
+     5 target       name -> frozen model, or its ends     13 monitor       sums -> console, JSON, TensorBoard
+     6 capture      layer outputs -> packed rows          14 drafter rank  hidden states -> optimizer steps
+     7 guard        a number not finite -> its name       15 main
+     8 transport    slot on a target -> slot on a drafter
 """
 
 import codecs
 import contextlib
+import copy
 import dataclasses
+import faulthandler
 import functools
 import gzip
 import hashlib
@@ -35,16 +38,20 @@ import itertools
 import json
 import math
 import os
+import pickle
 import queue
 import re
+import secrets
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 import zlib
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -132,7 +139,8 @@ class DrafterArguments:
 class DataArguments:
     train_data: Optional[list[str]] = setting(
         None,
-        "JSONL files (.gz too) of chat rows: messages, ShareGPT conversations, or prompt and response. "
+        "JSONL files (.gz too) of chat rows (messages, ShareGPT conversations, or prompt and response), or one file of "
+        "tools/prepare_data.py. "
         "Default: the demo's.",
     )
     eval_data: Optional[list[str]] = setting(
@@ -205,7 +213,9 @@ class PipelineArguments:
     )
     prefetch_depth: int = setting(2, "Slots per rank: micro-batches in flight.")
     verify_transfers: bool = setting(False, "Send a checksum with every payload and compare it.")
-    transport_timeout: float = setting(600.0, "Seconds any rank waits for another before it gives up.")
+    transport_timeout: float = setting(
+        600.0, "Seconds any rank waits for another before it gives up. Starting and saving may take longer."
+    )
     device: str = setting(
         "auto",
         "auto: CUDA when no two ranks of a role must share a GPU, else the CPU. A target and a drafter may share one: "
@@ -213,6 +223,16 @@ class PipelineArguments:
         choices=["auto", "cuda", "cpu"],
     )
     compile: bool = setting(True, "Compile the drafter's layers (CUDA only).")
+    poison_slots: bool = setting(
+        False, "Fill released slots with NaN, so that memory used after its release shows at once. For debugging."
+    )
+    inject_fault: Optional[str] = setting(
+        None,
+        "KIND@M[:RANK]: break micro-batch M on purpose, on a rank that works on it, to see the guard work. nan-layer: "
+        "a captured state is NaN; nan-weight: a drafter weight is; early-release: a slot is freed while it is still "
+        "read; short-payload: fewer bytes are sent than announced; stall: sleeps past --transport-timeout; die: "
+        "kill -9; oom: out of memory; slow-save: the next save takes longer than --transport-timeout.",
+    )
 
 
 @dataclass
@@ -222,6 +242,14 @@ class RunArguments:
     keep_checkpoints: int = setting(2, "Newest checkpoints kept.")
     resume: str = setting("auto", "auto: from the output folder's newest checkpoint, if any; a checkpoint's path; never.")
     log_every: int = setting(1, "Steps between console lines; metrics.jsonl and TensorBoard get every step.")
+    on_nonfinite: str = setting(
+        "raise",
+        "What a NaN or an infinity does. raise: ends the run, naming the first tensor that held it. skip: its "
+        "micro-batch counts for nothing, a step whose gradient is not finite is not taken; both are named and counted. "
+        "Either way the micro-batch is kept under nonfinite/ in the output folder, for tools/replay_dump.py.",
+        choices=["raise", "skip"],
+    )
+    max_skips: int = setting(10, "So many skips in a row, of micro-batches or of steps, end the run.")
 
 
 @dataclass
@@ -338,6 +366,7 @@ def check_arguments(args: Arguments) -> None:
         ("--save-every", run.save_every, 0),
         ("--keep-checkpoints", run.keep_checkpoints, 1),
         ("--log-every", run.log_every, 1),
+        ("--max-skips", run.max_skips, 1),
     ]
     for flag, value, least in at_least:
         if not least <= value < math.inf:  # so NaN is refused too
@@ -369,6 +398,7 @@ def check_arguments(args: Arguments) -> None:
                 raise UserError(f"{flag} {path}: no such file")
         is_prepared(paths or [])
     parse_template_kwargs(data.chat_template_kwargs)
+    parse_fault(pipe.inject_fault)
     if not Path(optim.deepspeed).is_file():
         raise UserError(f"--deepspeed {optim.deepspeed}: no such file")
 
@@ -407,6 +437,7 @@ class Topology:
     local_rank: int
     local_world_size: int
     num_targets: int
+    hosts: dict[int, str] = field(default_factory=dict, compare=False)  # by rank, filled in where there are several
 
     @property
     def num_drafters(self) -> int:
@@ -437,9 +468,26 @@ class Topology:
         period = math.lcm(self.num_targets, self.num_drafters)
         return sorted({(self.target_of(m), self.drafter_of(m)) for m in range(period)})
 
+    def global_rank(self, role: str, role_rank: int) -> int:
+        return role_rank + (self.num_targets if role == "drafter" else 0)
+
+    def of(self, rank: int) -> "Topology":
+        """The same, seen from another rank."""
+        return dataclasses.replace(self, rank=rank)
+
+    def others(self) -> list[int]:
+        """All other ranks."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def role_peers(self) -> list[int]:
+        """The other ranks of this role, by global rank."""
+        return [rank for rank in self.others() if self.of(rank).role == self.role]
+
     def name(self, role: str, role_rank: int) -> str:
-        """How messages call a rank: 'drafter 0 (rank 5)'."""
-        return f"{role} {role_rank} (rank {role_rank + (self.num_targets if role == 'drafter' else 0)})"
+        """How messages call a rank: 'drafter 0 (rank 5)', or 'drafter 0 (rank 5 on host-b)' where hosts are known."""
+        rank = self.global_rank(role, role_rank)
+        host = f" on {self.hosts[rank]}" if rank in self.hosts else ""
+        return f"{role} {role_rank} (rank {rank}{host})"
 
     def __str__(self) -> str:
         return self.name(self.role, self.role_rank)
@@ -460,7 +508,9 @@ def read_topology(num_target_ranks: str) -> Topology:
             f"--num-target-ranks {num_targets} of {world} ranks leaves {max(0, world - num_targets)} drafter ranks: "
             f"both roles need at least 1"
         )
-    return Topology(rank, world, local_rank, local_world, num_targets)
+    several_hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    hosts = {rank: socket.gethostname()} if several_hosts else {}
+    return Topology(rank, world, local_rank, local_world, num_targets, hosts)
 
 
 def choose_device(requested: str, topology: Topology) -> tuple[torch.device, bool]:
@@ -478,6 +528,291 @@ def choose_device(requested: str, topology: Topology) -> tuple[torch.device, boo
     return torch.device("cuda", topology.local_rank % gpus), gpus < topology.local_world_size
 
 
+# Groups of processes wait this long: the FailureBoard ends a wait, since it knows what the awaited rank is doing.
+GROUP_TIMEOUT = timedelta(days=7)
+ROUND_S = 1.0  # between two rounds of the FailureBoard's watch
+SILENT_S = 30.0  # without a sign of life: a rank that was at work is taken for dead
+ASLEEP_ROUNDS = 5  # without a new sign of life, when somebody already complained
+HELPER = "helper"  # what a main thread awaits when this rank's own transfer thread must act first
+PEER_GONE = re.compile(
+    "closed by peer|reset by peer|[Bb]roken pipe|pair closure|[Cc]onnection (refused|closed)|[Rr]emote (process|error)|"
+    "communicator was aborted|ncclRemoteError"
+)
+
+
+class TransportError(RuntimeError):
+    """A message that is late, out of order or not what was announced."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = str(error).strip().split("\n", 1)[0]
+    return text if isinstance(error, (UserError, NonFiniteError)) else f"{type(error).__name__}: {text}"
+
+
+def open_store(topology: Topology, timeout_s: float) -> tuple[dist.Store, dist.Store]:
+    """Two connections to torchrun's rendezvous store: the second one stays free while the first waits for a key.
+
+    The store outlives a restart of the workers by `torchrun --max-restarts`, so every key carries the attempt's number.
+    """
+    limit = timedelta(seconds=max(timeout_s, SILENT_S))
+    first, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=limit)))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    second = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
+
+
+def wait_for_key(store, key: str, what: str, announce_every_s: float = 60.0) -> None:
+    """Wait without limit for a store key (a failing rank ends us through the FailureBoard); say so now and then."""
+    said = time.monotonic()
+    while not store.check([key]):
+        time.sleep(0.05)
+        if time.monotonic() - said > announce_every_s:
+            print(what, flush=True)
+            said = time.monotonic()
+
+
+@dataclass
+class Stage:
+    """What a thread does, the global ranks it awaits for that (or HELPER), and for how many rounds of the watch.
+
+    may_last: a stage without limit (start-up, saving). Neither it nor those who wait for it are timed.
+    """
+
+    what: str
+    awaits: object = ()
+    may_last: bool = False
+    rounds: int = 0
+
+
+class LifeSigns:
+    """What other ranks last said of themselves, and for how many looks in a row nothing new came."""
+
+    def __init__(self, store):
+        self.store, self.texts, self.unchanged = store, {}, Counter()
+
+    def look(self, rank: int) -> tuple[dict, int]:
+        """(the rank's last sign, {} before its first; looks in a row that found the same)."""
+        key = f"life/{rank}"
+        text = self.store.get(key).decode() if self.store.check([key]) else "{}"
+        self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.texts.get(rank) else 0
+        self.texts[rank] = text
+        return json.loads(text), self.unchanged[rank]
+
+
+class FailureBoard:
+    """Ends every rank soon after the first one fails, with the same words on each.
+
+    The main thread and the transfer thread say what they do and whom they await (`now`, `doing`). A thread of the board
+    publishes that on the store every second, as a sign of life, and ends this process
+
+    - when the key `failure` is there: the first failure of any rank, in words;
+    - when the next rank shows no sign of life: it was killed or stopped, or its machine is gone;
+    - when this rank waited beyond the time-out: the cause is found by following who awaits whom to a rank that awaits
+      nobody. If that one is in a stage that may last, or went on meanwhile, the wait goes on;
+    - when the store is gone, or the torchrun agent that started this process.
+
+    Time is counted in rounds of this thread, not by the clock, so that a job that was suspended as a whole goes on.
+    """
+
+    def __init__(self, topology: Topology, store, timeout_s: float):
+        self.topology, self.store, self.timeout_s = topology, store, timeout_s
+        self.number = itertools.count()
+        self.stages = {threading.main_thread().name: Stage("starting", may_last=True)}  # by thread
+        self.next_rank, self.next_signs = (topology.rank + 1) % topology.world_size, LifeSigns(store)
+        self.signs: Optional[LifeSigns] = None  # of all ranks, while this one waits too long
+        self.parent = os.getppid()
+        self.reporting = False
+        self.ending = threading.Lock()  # taken once, by the thread that ends the process
+        self.finished = threading.Event()
+        self._publish()
+        threading.Thread(target=self._watch, name="failure-watch", daemon=True).start()
+
+    # What this rank says of itself
+
+    def now(self, what: str, awaits=(), may_last: bool = False) -> None:
+        """The stage of this thread from here on; `doing` sets others within it."""
+        thread = threading.current_thread().name
+        before, self.stages[thread] = self.stages.get(thread), Stage(what, awaits, may_last)
+        if before is not None and before.may_last != may_last:
+            with contextlib.suppress(RuntimeError):  # a store that is gone is the watch's to report
+                self._publish()  # at once: it decides how long others wait
+
+    @contextlib.contextmanager
+    def doing(self, what: str, awaits=(), may_last: bool = False):
+        """The stage of this thread within a `with` block. An exception that leaves it carries `what` as `stage`."""
+        thread, outer = threading.current_thread().name, self.stages.get(threading.current_thread().name)
+        self.stages[thread] = Stage(what, awaits, may_last or (outer is not None and outer.may_last))
+        try:
+            yield
+        except BaseException as error:
+            error.stage = getattr(error, "stage", what)
+            raise
+        finally:
+            if outer is None:
+                del self.stages[thread]
+            else:
+                outer.rounds = 0
+                self.stages[thread] = outer
+
+    def state(self) -> Stage:
+        """What this rank does: its main thread's stage, or what that one's helper awaits."""
+        stages = dict(self.stages)
+        main = stages.pop(threading.main_thread().name)
+        if main.awaits != HELPER:
+            return main
+        helper = next(iter(stages.values()), Stage("its transfer thread is at work"))
+        return Stage(f"{main.what} ({helper.what})", helper.awaits, main.may_last or helper.may_last, main.rounds)
+
+    def _publish(self) -> None:
+        state = self.state()
+        sign = {"number": next(self.number), "what": state.what, "awaits": list(state.awaits), "rounds": state.rounds,
+                "may_last": state.may_last, "pid": os.getpid(), "agent": agent_of_this_host()}  # fmt: skip
+        self.store.set(f"life/{self.topology.rank}", json.dumps(sign))
+
+    # What it sees of others
+
+    def _watch(self) -> None:
+        while not self.finished.wait(ROUND_S):
+            try:
+                self._round()
+            except Exception as error:
+                if not self.reporting and not self.finished.wait(2.0):
+                    self._end(f"lost the rendezvous store: {first_line(error)}")
+
+    def _round(self) -> None:
+        for stage in list(self.stages.values()):
+            stage.rounds += 1
+        self._publish()
+        if self.reporting:
+            return
+        if self.store.check(["failure"]):
+            self._wake_stopped_siblings()
+            self._end(self.store.get("failure").decode())
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+            self._end("the torchrun agent of this host is gone")
+        if cause := self._silence() or self._overdue():
+            self._end(self._settle(f"{self._me()}{cause}"))
+
+    def _silence(self) -> Optional[str]:
+        """Why the next rank is taken for dead, if it is. One that is starting or saving may keep its interpreter busy
+        (a large file written in one call), so it has longer."""
+        sign, unchanged = self.next_signs.look(self.next_rank)
+        at_work = sign and not sign["may_last"]
+        limit_s = (min if at_work else max)(self.timeout_s, SILENT_S)
+        if unchanged * ROUND_S <= limit_s:
+            return None
+        return f"no sign of life for {limit_s:.0f} s from {self.describe(self.next_rank, sign)}"
+
+    def _overdue(self) -> Optional[str]:
+        """Why this rank's wait for others is over, if it is."""
+        state = self.state()
+        waited_s = state.rounds * ROUND_S
+        if state.may_last or not state.awaits or waited_s <= self.timeout_s:
+            self.signs = None
+            return None
+        self.signs = self.signs or LifeSigns(self.store)
+        signs = {rank: self.signs.look(rank) for rank in range(self.topology.world_size)}
+        if waited_s <= self.timeout_s + ASLEEP_ROUNDS * ROUND_S:  # so many looks it takes to tell who is asleep
+            return None
+        return self._blame(state, signs)
+
+    def _blame(self, state: Stage, signs: dict[int, tuple[dict, int]]) -> Optional[str]:
+        """Follow who awaits whom from this rank to those that await nobody; None where they are at work or may last."""
+        me, waiting = self.topology.rank, f"waited {self.timeout_s:.0f} s: {state.what}"
+        chain, roots = [me, *state.awaits], []
+        for rank in chain:  # grows while it is read
+            sign, unchanged = signs[rank]
+            if rank == me:
+                continue
+            if not sign or (unchanged >= ASLEEP_ROUNDS - 1 and not sign["may_last"]):
+                return f"{waiting}; no sign of life from {self.describe(rank, sign)}"
+            chain += [other for other in sign["awaits"] if other not in chain] if not sign["may_last"] else []
+            roots += [rank] if sign["may_last"] or not sign["awaits"] else []
+        if any(signs[r][0]["may_last"] or signs[r][0]["rounds"] * ROUND_S <= self.timeout_s for r in roots):
+            return None
+        if not roots:  # they wait for each other
+            return waiting
+        return f"{waiting}; the one that keeps all waiting: {self.describe(roots[0], signs[roots[0]][0])}"
+
+    def describe(self, rank: int, sign: dict) -> str:
+        """'target 1 (rank 1), last seen at: forward pass of micro-batch 7'."""
+        return f"{self.topology.of(rank)}, " + (f"last seen at: {sign['what']}" if sign else "which never started")
+
+    # The end
+
+    def report(self, error: BaseException) -> str:
+        """Make this rank's failure known; returns the first failure of any rank, once the others had time to read it.
+
+        That a peer is gone is not news: its own report, or its silence, comes first.
+        """
+        self.reporting = True
+        cause = self._me() + self._describe_failure(error)
+        settled: list[str] = []
+        second_hand = not isinstance(error, UserError) and PEER_GONE.search(str(error)) is not None
+
+        def settle():
+            try:
+                settled.append(self._settle((second_hand and self._first_hand(cause)) or cause))
+            except RuntimeError as lost:  # with the store, every rank goes
+                settled.append(f"{self._me()}lost the rendezvous store: {first_line(lost)}")
+
+        thread = threading.Thread(target=settle, daemon=True)  # the store may be gone, or not answer
+        thread.start()
+        thread.join(ASLEEP_ROUNDS * ROUND_S + 10)
+        self.ending.acquire()
+        return settled[0] if settled else cause
+
+    def _first_hand(self, cause: str) -> Optional[str]:
+        """The failure that another rank reports within a few seconds, or who falls silent meanwhile."""
+        signs, ranks = LifeSigns(self.store), [r for r in range(self.topology.world_size) if r != self.topology.rank]
+        for _ in range(ASLEEP_ROUNDS):
+            if self.store.check(["failure"]):
+                return self.store.get("failure").decode()
+            seen = {rank: signs.look(rank) for rank in ranks}
+            time.sleep(ROUND_S)
+        gone = [self.describe(rank, sign) for rank, (sign, unchanged) in seen.items() if unchanged >= ASLEEP_ROUNDS - 1]
+        return f"gone without a word: {gone[0]}; noticed by {cause}" if gone else None
+
+    def _settle(self, cause: str) -> str:
+        """Write `cause` unless another rank was first; returns the first one, once the others had time to read it."""
+        try:
+            first = self.store.compare_set("failure", "", cause).decode()
+            self._wake_stopped_siblings()
+            time.sleep(2 * ROUND_S)
+        except RuntimeError:  # the store is gone: our own cause is all we know
+            first = cause
+        return first
+
+    def _wake_stopped_siblings(self) -> None:
+        """Continue ranks of this host that were stopped (SIGSTOP), so that they read the failure and end too."""
+        for rank in range(self.topology.world_size):
+            sign, _ = LifeSigns(self.store).look(rank)
+            if sign and sign["agent"] == agent_of_this_host():
+                with contextlib.suppress(OSError):
+                    os.kill(sign["pid"], signal.SIGCONT)
+
+    def _describe_failure(self, error: BaseException) -> str:
+        """An exception as one line, behind the stage in which it arose where its text does not say that."""
+        stage = getattr(error, "stage", self.stages[threading.main_thread().name].what)
+        says_where = isinstance(error, (UserError, TransportError, NonFiniteError))
+        return first_line(error) if says_where else f"{stage}: {first_line(error)}"
+
+    def _me(self) -> str:
+        return f"[{self.topology}] "
+
+    def _end(self, cause: str) -> None:
+        if not self.finished.is_set() and self.ending.acquire(blocking=False):
+            print(f"\n{self._me()}stopping: {cause}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def agent_of_this_host() -> str:
+    """What ranks started by one torchrun agent have in common."""
+    return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}/{os.environ.get('TORCHELASTIC_RUN_ID')}"
+
+
 @dataclass
 class Link:
     """The two-rank groups between one target (its rank 0) and one drafter (its rank 1)."""
@@ -485,27 +820,43 @@ class Link:
     control: object  # gloo: headers and credits, on the CPU
     payload: object  # NCCL or gloo: hidden states
     peer: int  # 0 or 1: the other side's rank in both groups
+    peer_rank: int  # its global rank
     peer_name: str
+    board: FailureBoard
 
 
 class Fabric:
-    """All process groups of one rank: the role's default group, the world's control group and the links.
+    """All process groups of one rank: the role's default group, the world's control group and the links."""
 
-    The store outlives a restart of the workers by `torchrun --max-restarts`, so every key carries the attempt's number.
-    """
-
-    def __init__(self, topology: Topology, device: torch.device, shares_gpus: bool, timeout_s: float):
+    def __init__(self, topology: Topology, device: torch.device, shares_gpus: bool, store, board: FailureBoard):
         self.topology, self.device, self.shares_gpus = topology, device, shares_gpus
-        self.timeout = timedelta(seconds=timeout_s)
-        base, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=self.timeout)))
-        self.attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self.store = dist.PrefixStore(self.attempt, base)
+        self.store, self.board, self.timeout = store, board, GROUP_TIMEOUT
         self.world = self.role_control = None
         self.links: dict[int, Link] = {}  # by the peer's rank within its role
+        self.token = 0  # of this run: frames without it are refused
+
+    def meet(self, place: str) -> None:
+        """Wait, without limit, until every rank has come here."""
+        if self.store.add(f"meet/{place}", 1) == self.topology.world_size:
+            self.store.set(f"met/{place}", "")
+        wait_for_key(self.store, f"met/{place}", f"[{self.topology}] waiting for all ranks: {place}")
+
+    def introduce(self) -> None:
+        """Learn the run's token and, where there are several hosts, their names, for messages."""
+        topology = self.topology
+        if topology.rank == 0:
+            self.store.set("token", str(secrets.randbits(62)))
+        self.store.set(f"host/{topology.rank}", socket.gethostname())
+        self.meet("connecting")
+        self.token = int(self.store.get("token"))
+        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            topology.hosts.update((r, self.store.get(f"host/{r}").decode()) for r in range(topology.world_size))
 
     def connect(self) -> None:
         """Make every group that the run will use, in one fixed order, so that nothing is made lazily later."""
         topology, device = self.topology, self.device
+        self.introduce()
+        self.board.now("connecting to the other ranks", topology.others())
         self.world = self._gloo("world", topology.rank, topology.world_size)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(topology.role_rank), str(topology.role_size)
         if device.type == "cuda":
@@ -527,10 +878,16 @@ class Fabric:
             control = self._gloo(f"{key}/control", side, 2)
             payload = self._payload_group(f"{key}/payload", side)
             peer_role, peer = ("drafter", drafter) if side == 0 else ("target", target)
-            self.links[peer] = Link(control, payload, 1 - side, topology.name(peer_role, peer))
+            peer_rank = topology.global_rank(peer_role, peer)
+            self.links[peer] = Link(control, payload, 1 - side, peer_rank, topology.name(peer_role, peer), self.board)
 
     def _gloo(self, key: str, rank: int, size: int):
-        return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=self.timeout)
+        """On the interfaces that GLOO_SOCKET_IFNAME lists, else on that of the host's name, as torch's own groups."""
+        try:
+            return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=self.timeout)
+        except RuntimeError as error:
+            hint = "where hosts have several networks, GLOO_SOCKET_IFNAME names the interface to use"
+            raise TransportError(f"cannot connect ({key}): {first_line(error)}; {hint}") from None
 
     def _payload_group(self, key: str, side: int):
         """A connected two-rank group for hidden states. NCCL makes its communicator here, not in the first step."""
@@ -544,10 +901,16 @@ class Fabric:
         torch.cuda.synchronize(self.device)
         return group
 
+    def start(self) -> None:
+        """The end of start-up: from here on every wait has a limit, but for stages that may last."""
+        self.meet("training")
+        self.board.now("at work")
+
     def check_same_everywhere(self, identity: dict) -> None:
         """Compare `identity` with rank 0's over the store; raise UserError naming the first difference."""
         if self.topology.rank == 0:
             self.store.set("identity", json.dumps(identity))
+        wait_for_key(self.store, "identity", f"[{self.topology}] waiting for rank 0 to prepare the run")
         reference = json.loads(self.store.get("identity"))
         mine = json.loads(json.dumps(identity))
         for key in mine:
@@ -556,54 +919,14 @@ class Fabric:
 
     def close(self) -> None:
         """Wait for every rank, then shut links down before the role's group."""
-        self.world.barrier().wait()
+        with self.board.doing("waiting for the others to finish", self.topology.others()):
+            self.world.barrier().wait()
+        self.board.finished.set()
+        leaving = threading.Timer(60, os._exit, (0,))  # all is done and saved: nothing may hold this process back now
+        leaving.daemon = True
+        leaving.start()
         self.links.clear()
         dist.destroy_process_group()
-
-
-class FailureBoard:
-    """The store key that holds the first failure, and a thread that ends this process once somebody wrote it.
-
-    It uses a store connection of its own: the main one may be blocked in a wait.
-    """
-
-    def __init__(self, attempt: str, topology: Topology):
-        self.topology = topology
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        self.store = dist.PrefixStore(attempt, client)
-        self.finished = threading.Event()
-        threading.Thread(target=self._watch, name="failure-watch", daemon=True).start()
-
-    def report(self, cause: str) -> str:
-        """Write `cause` unless another rank was first; returns the first cause, once the others had time to read it."""
-        self.finished.set()
-        try:
-            first = self.store.compare_set("failure", "", cause).decode()
-            time.sleep(2.0)
-        except Exception:  # the store is gone: our own cause is all we know
-            first = cause
-        return first
-
-    def _watch(self) -> None:
-        while not self.finished.wait(0.5):
-            try:
-                if self.store.check(["failure"]):
-                    self._end(self.store.get("failure").decode())
-            except Exception as error:
-                if not self.finished.wait(2.0):
-                    self._end(f"the rendezvous store is gone: {first_line(error)}")
-
-    def _end(self, cause: str) -> None:
-        if not self.finished.is_set():
-            print(f"[{self.topology}] stopping: {cause}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    text = str(error).strip().split("\n", 1)[0]
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 # ======================================================================================================================
@@ -640,6 +963,13 @@ class Documents:
     rows: np.ndarray
     dropped: dict[str, int]
     num_rows: int = 0
+    mapped: Optional[object] = None  # the open file behind the arrays, where they are mapped from one
+    mapped_bytes: int = 0
+
+    def check_readable(self) -> None:
+        """Raise UserError where the file behind the arrays was cut off: to read what is gone kills a process (SIGBUS)."""
+        if self.mapped is not None and os.fstat(self.mapped.fileno()).st_size < self.mapped_bytes:
+            raise UserError(f"{self.mapped.name} was shortened while this run reads it")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -779,6 +1109,8 @@ def plain_message(message: dict) -> dict:
     if not isinstance(content, str):
         raise RowError("with content that is not text")
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise RowError("with tool calls that are no list")
         message["tool_calls"] = [plain_tool_call(call) for call in message["tool_calls"]]
     return message
 
@@ -787,7 +1119,7 @@ def plain_tool_call(call: dict) -> dict:
     """A tool call whose arguments are an object; as it is where they are no JSON object."""
     try:
         arguments = json.loads(call["function"]["arguments"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         return call
     return call | {"function": call["function"] | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
@@ -1053,9 +1385,11 @@ def open_documents(path: str | Path) -> tuple[Documents, dict]:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["documents"])
             arrays = [file.get_tensor(name).numpy() for name in DOCUMENT_ARRAYS]
+        mapped = open(path, "rb")
     except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is no file of tools/prepare_data.py: {first_line(error)}") from None
-    documents = Documents(*arrays, about["dropped"], about["num_rows"])
+    size = os.fstat(mapped.fileno()).st_size
+    documents = Documents(*arrays, about["dropped"], about["num_rows"], mapped, size)
     documents.fingerprint = about["fingerprint"]  # hashed when they were written
     return documents, about["text"]
 
@@ -1098,8 +1432,11 @@ def settle_documents(paths: list[str], args: Arguments, tokenizer, show_progress
         return Path(paths[0])
     key = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
     for path in paths:
-        with open(path, "rb") as file:
-            key.update(hashlib.file_digest(file, "sha256").digest())
+        try:
+            with open(path, "rb") as file:
+                key.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {first_line(error)}") from None
     cache = Path(args.run.output_dir) / "data" / f"{key.hexdigest()[:16]}.safetensors"
     if not cache.exists():
         documents = tokenise_rows(paths, tokenizer, max_tokens, show_progress, data.cut_off_answers, kwargs)
@@ -1113,16 +1450,6 @@ def is_prepared(paths: list[str]) -> bool:
     if any(prepared) and len(paths) > 1:
         raise UserError(f"a prepared file stands alone: {', '.join(paths)}")
     return any(prepared)
-
-
-def wait_for_key(store, key: str, what: str, announce_every_s: float = 60.0) -> None:
-    """Wait without limit for a store key (a failing rank ends us through the FailureBoard); say so now and then."""
-    said = time.monotonic()
-    while not store.check([key]):
-        time.sleep(0.05)
-        if time.monotonic() - said > announce_every_s:
-            print(what, flush=True)
-            said = time.monotonic()
 
 
 def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int]) -> int:
@@ -1220,6 +1547,10 @@ class BatchPlan:
     def weight_sum(self) -> float:
         return float(self.weights.sum(dtype=np.float64))
 
+    def unsupervised(self) -> "BatchPlan":
+        """The same rows with nothing to train: what a drafter works on in place of a micro-batch that is skipped."""
+        return dataclasses.replace(self, num_anchors=0, weights=np.zeros_like(self.weights))
+
 
 class Planner:
     """Plans of one run: `plan(m)` is a pure function of (dataset fingerprint, seed, m), the same on every rank.
@@ -1304,6 +1635,7 @@ class Planner:
         return self._lay_out(m, self.documents, self.epoch(epoch)[pack], (ANCHOR_STREAM, index), self.anchors, std)
 
     def _lay_out(self, m: int, source: Documents, documents, anchor_key, max_anchors: int, noise_std: float) -> BatchPlan:
+        source.check_readable()
         lengths = source.lengths[documents]
         longest_first = np.argsort(-lengths, kind="stable")  # the target's length buckets are then contiguous
         documents, lengths = documents[longest_first], lengths[longest_first]
@@ -1445,6 +1777,12 @@ def load_target(args: TargetArguments, config, device: torch.device) -> nn.Modul
     return model.eval().requires_grad_(False)
 
 
+def stop_token_ids(model: nn.Module, tokenizer) -> set[int]:
+    """The tokens that end an answer: the tokenizer's end of sequence and those of the target's generation settings."""
+    own = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+
+
 class FrozenEnds(nn.Module):
     """The target's embedding, final norm and LM head, as the drafter uses them. No gradient reaches its weights.
 
@@ -1528,6 +1866,26 @@ def only_key(files: dict[str, Path], pattern: str, target: str) -> str:
     if len(keys) != 1:
         raise UserError(f"{target}: expected one tensor named like {pattern}, found {keys or 'none'}")
     return keys[0]
+
+
+def target_hashes(target: str) -> dict[str, str]:
+    """A target by what it is, not by where it lies: hashes of its config.json and of its weights.
+
+    weights_sha256 covers names, dtypes and shapes of all tensors and the values of its vectors (norms, biases): cheap
+    at any size, and different after a fine-tune.
+    """
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    config, digest = Path(cached_file(target, "config.json")).read_bytes(), hashlib.sha256()
+    for path in sorted(set(safetensors_index(target).values())):
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                part = file.get_slice(name)
+                digest.update(f"{name} {part.get_dtype()} {part.get_shape()}\n".encode())
+                if len(part.get_shape()) == 1:
+                    digest.update(file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+    return {"config_sha256": hashlib.sha256(config).hexdigest(), "weights_sha256": digest.hexdigest()}
 
 
 def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
@@ -1638,6 +1996,18 @@ class HookCapture:
         return [layer[None] for layer in layers], None if last is None else last[None]
 
 
+def pack_shots(plan: BatchPlan, shots: list[tuple[HookCapture, slice]], layers: list[Tensor], last) -> None:
+    """Pack all forward passes of a micro-batch, each with the documents it covered: see `HookCapture.pack_into`."""
+    row = 0
+    for shot, documents in shots:
+        lengths = plan.lengths[documents]
+        rows = slice(row, row + int(lengths.sum()))
+        shot.pack_into(lengths, [layer[rows] for layer in layers], None if last is None else last[rows])
+        row = rows.stop
+    if row != plan.num_tokens:
+        raise RuntimeError(f"micro-batch {plan.m}: {row} rows of hidden states for {plan.num_tokens} tokens")
+
+
 def add_noise_(hidden: Tensor, std: float, seed: int) -> Tensor:
     """Add Gaussian noise in place to the joined states [N, K*H], whichever side does it, from a generator of its own."""
     if std > 0:
@@ -1682,18 +2052,333 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(tensor: Tensor):
+    """(a copy on the host, the CUDA event that says when it has arrived, or None): enqueued, without waiting."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    host, ready = torch.empty_like(tensor, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(tensor, non_blocking=True)
+    ready.record()
+    return host, ready
+
+
 # ======================================================================================================================
-# 7. Transport. In: captured layers on a target rank. Out: the same rows in a slot of a drafter rank.
+# 7. Guard. In: the tensors of a stage. Out: nothing, or the first number that is not finite: named, and dumped.
+# ======================================================================================================================
+# The stages in order: captured layer and packed (on a target); received, drafter input, drafter output, loss and gradient
+# (on a drafter). What always runs is one norm a stage, read where the host waits anyway. Only when it is not finite is
+# anything searched, copied or written.
+
+
+class NonFiniteError(RuntimeError):
+    """A number that is not finite, or too many of them in a row: a message of one line that says where."""
+
+
+def largest(*tensors: Optional[Tensor]) -> Tensor:
+    """The largest magnitude among tensors (None: left out), fp32 []; NaN or inf where a value is. No copy, no wait."""
+    norms = [torch.linalg.vector_norm(t.detach(), math.inf).float() for t in tensors if t is not None]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).max()
+
+
+def first_nonfinite(rows: Tensor) -> Optional[tuple[int, int, int]]:
+    """(row, element, how many there are) of the first value of [n, width] that is not finite, or None. Waits."""
+    bad = ~torch.isfinite(rows)
+    count = int(bad.sum())
+    return (*divmod(int(bad.flatten().to(torch.uint8).argmax()), rows.shape[1]), count) if count else None
+
+
+@dataclass
+class Finding:
+    """The first value of a stage that is not finite. None where a stage has no such place."""
+
+    stage: str
+    rank: str
+    m: int
+    step: int  # from 0
+    value: str  # nan, inf or -inf
+    count: int = 1  # how many of the searched tensor are not finite
+    layer: Optional[int] = None
+    document: Optional[int] = None  # index among the tokenised documents
+    source_row: Optional[int] = None  # of the data files, counted from 0 over all of them, blank lines left out
+    files: tuple[str, ...] = ()
+    token: Optional[int] = None  # position in the document; of a block, its anchor's
+    slot: Optional[int] = None  # within a block of the drafter
+    element: Optional[int] = None  # of the row
+
+    def line(self) -> str:
+        places = [f"{name} {value}" for name, value in (
+            ("document", self.document), ("token", self.token), ("slot", self.slot), ("element", self.element),
+        ) if value is not None]  # fmt: skip
+        if self.source_row is not None:
+            places.append(f"source row {self.source_row} of {', '.join(self.files)}")
+        where = f" at {', '.join(places)}" if places else ""
+        more = f" and {self.count - 1:,} more" if self.count > 1 else ""
+        return (
+            f"micro-batch {self.m} (step {self.step + 1}): {self.stage} is not finite on {self.rank}: "
+            f"{self.value}{where}{more}"
+        )
+
+
+class StageFlags:
+    """Whether the stages of one micro-batch are finite: told by the device, read by the host later.
+
+    The watched tensors are kept until then, so that the first bad value can be looked up.
+    """
+
+    def __init__(self):
+        self.stages: list[tuple[str, list[Optional[Tensor]]]] = []
+        self.norms: list[Tensor] = []
+
+    def watch(self, stage: str, *tensors: Optional[Tensor]) -> Tensor:
+        """Note a stage, in order; returns whether it is bad: bool [], on the device."""
+        self.stages.append((stage, [t if t is None else t.detach() for t in tensors]))
+        self.norms.append(largest(*tensors))
+        return ~torch.isfinite(self.norms[-1])
+
+    def send(self) -> None:
+        """All stages are noted: start the flags' way to the host."""
+        self.host, self.ready = to_host(torch.stack(self.norms))
+
+    def first_bad(self) -> Optional[tuple[str, list[Optional[Tensor]]]]:
+        """(stage, its tensors) of the first one that is not finite, or None; waits until the flags are there."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        finite = torch.isfinite(self.host).tolist()
+        return None if all(finite) else self.stages[finite.index(False)]
+
+
+class Guard:
+    """Finds the first value of a micro-batch that is not finite, dumps the micro-batch, and ends the run or reports it.
+
+    `drafter_weights`, set by a drafter that holds them whole, gives a dump the weights that were used.
+    """
+
+    MAX_DUMPS = 8  # per rank and start: a dump may be large
+
+    def __init__(self, args: Arguments, topology: Topology, planner: Planner, config):
+        self.args, self.rank, self.planner, self.config = args, str(topology), planner, config
+        self.skips = args.run.on_nonfinite == "skip"
+        self.drafter_weights = lambda: None
+        self.dumps = 0
+
+    def named(self, layers: list[Tensor], last: Optional[Tensor]) -> list[tuple[int, Tensor]]:
+        """[(layer id, rows)] of the captured layers and, where there is one, the target's last."""
+        named = list(zip(self.config.target_layer_ids, layers))
+        return named if last is None else [*named, (self.config.num_target_layers - 1, last)]
+
+    def find(self, stage: str, plan: BatchPlan, layers: Iterable[tuple[Optional[int], Tensor]]) -> Optional[Finding]:
+        """The first value that is not finite among [(layer id or None, [rows, width])], or None.
+
+        Rows are those of the plan; for the stage "drafter output" the slots of its blocks; for the loss there are none.
+        """
+        for layer, rows in layers:
+            if (found := first_nonfinite(rows)) is None:
+                continue
+            row, element, count = found
+            value = str(float(rows[row, element]))
+            finding = Finding(stage, self.rank, plan.m, self.planner.locate(plan.m)[0], value, count, layer)
+            if stage != "loss":
+                self._place(finding, plan, row, element)
+            return finding
+        return None
+
+    def must_find(self, stage: str, plan: BatchPlan, layers: Iterable[tuple[Optional[int], Tensor]]) -> Finding:
+        """`find` in a stage whose norm was not finite."""
+        if finding := self.find(stage, plan, layers):
+            return finding
+        value = "nan, but finite when searched: its memory was written to in between"
+        return Finding(stage, self.rank, plan.m, self.planner.locate(plan.m)[0], value, count=0)
+
+    def _place(self, finding: Finding, plan: BatchPlan, row: int, element: int) -> None:
+        finding.element = element
+        if finding.stage == "drafter output":
+            block, finding.slot = divmod(row, self.config.block_size)
+            row = int(plan.anchor_rows[block])
+        if plan.document_ids[row] < 0:
+            return  # the padded tail belongs to no document
+        step, place = self.planner.locate(plan.m)
+        held_out = place >= self.planner.micro_batches_per_step
+        documents = self.planner.held_out if held_out else self.planner.documents
+        paths = self.args.data.eval_data if held_out else self.args.data.train_data
+        finding.document = int(plan.documents[plan.document_ids[row]])
+        finding.token = int(plan.position_ids[row])
+        finding.source_row, finding.files = int(documents.rows[finding.document]), tuple(paths or [str(DEMO_DATA)])
+
+    def find_on_target(self, plan: BatchPlan, shots, layers: list[Tensor], last: Optional[Tensor]) -> Finding:
+        """What a payload that is not finite comes from: the captured layers' real rows in order, else the packing."""
+        for layer in sorted(shots[0][0].captured):
+            rows = [shot.captured[layer][i, :length] for shot, documents in shots
+                    for i, length in enumerate(plan.lengths[documents])]  # fmt: skip
+            if finding := self.find(f"captured layer {layer}", plan, [(layer, torch.cat(rows))]):
+                return finding
+        return self.must_find("packed", plan, self.named(layers, last))
+
+    def find_on_drafter(self, stage: str, plan: BatchPlan, tensors: list[Optional[Tensor]]) -> Finding:
+        """The finding of a stage that `StageFlags` told to be bad."""
+        if stage == "drafter input":
+            features, last = tensors
+            parts = self.named(list(features.split(self.config.hidden_size, dim=1)), last)
+        else:
+            parts = [(None, tensors[0].reshape(-1, tensors[0].shape[-1] if tensors[0].dim() else 1))]
+        return self.must_find(stage, plan, parts)
+
+    def report(self, finding: Finding, plan: BatchPlan, states: list[tuple[int, Tensor]] = (), features=None) -> None:
+        """Dump the micro-batch, then raise NonFiniteError, or with --on-nonfinite skip print the line.
+
+        states: its hidden states as this rank has them, see `named` · features: the drafter's input, where it is that
+        """
+        try:
+            path = self._dump(finding, plan, states, features)
+            kept = f"kept in {path}" if path else f"not kept, as {self.MAX_DUMPS} others were"
+        except Exception as error:  # a full disk, say: the finding matters more
+            kept = f"not kept ({first_line(error)})"
+        if not self.skips:
+            raise NonFiniteError(f"{finding.line()}; {kept}")
+        print(f"[{self.rank}] skipped: {finding.line()}; {kept}", flush=True)
+
+    def _dump(self, finding: Finding, plan: BatchPlan, states, features: Optional[Tensor]) -> Optional[Path]:
+        """Write nonfinite/m-NNNNNNNN/: dump.json, tensors.safetensors and, where whole, drafter.safetensors."""
+        from safetensors.torch import save_file
+
+        if self.dumps == self.MAX_DUMPS:
+            return None
+        self.dumps += 1
+        folder = Path(self.args.run.output_dir) / "nonfinite" / f"m-{plan.m:08d}"
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+        tensors = {f"plan.{name}": torch.from_numpy(v) for name, v in values.items() if isinstance(v, np.ndarray)}
+        numbers = {name: v for name, v in values.items() if not isinstance(v, np.ndarray)}
+        count = len(self.config.target_layer_ids)
+        tensors |= {f"layer.{layer}": rows.cpu().contiguous() for layer, rows in states[:count]}
+        tensors |= {"verifier_last": rows.cpu().contiguous() for _, rows in states[count:]}
+        tensors |= {} if features is None else {"features": features.cpu().contiguous()}
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
+        of_drafter = ("drafter input", "drafter output", "loss", "gradient")
+        weights = self.drafter_weights() if finding.stage in of_drafter else None
+        if weights is not None:
+            save_file(weights, partial / "drafter.safetensors")
+        checkpoint = None if weights is not None else find_checkpoint(dataclasses.replace(self.args.run, resume="auto"))
+        about = {
+            "finding": dataclasses.asdict(finding), "plan": numbers, "settings": self.args.flat(),
+            "drafter": self.config.to_json(), "drafter_weights": "drafter.safetensors" if weights else checkpoint,
+            "versions": {"torch": torch.__version__}, "cuda": torch.cuda.is_available(),
+        }  # fmt: skip
+        write_json(partial / "dump.json", about)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return folder
+
+
+# The faults that --inject-fault knows, and the role that each strikes unless a rank is named.
+FAULTS = {"nan-layer": "target", "nan-weight": "drafter", "early-release": "drafter", "short-payload": "target",
+          "stall": "target", "die": "target", "oom": "target", "slow-save": "drafter"}  # fmt: skip
+ONE_ROLE_FAULTS = ("nan-layer", "nan-weight", "short-payload", "slow-save")
+
+
+def parse_fault(text: Optional[str]) -> Optional[tuple[str, int, Optional[int]]]:
+    """(kind, m, global rank or None) of --inject-fault; None without one. Raises UserError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([a-z-]+)@(\d+)(?::(\d+))?", text)
+    if not found or found[1] not in FAULTS:
+        raise UserError(f"--inject-fault {text}: expected KIND@M or KIND@M:RANK; kinds: {', '.join(FAULTS)}")
+    return found[1], int(found[2]), None if found[3] is None else int(found[3])
+
+
+class FaultInjector:
+    """Breaks one micro-batch on one rank on purpose: `--inject-fault`.
+
+    Raises UserError for a rank that never meets it.
+    """
+
+    def __init__(self, args: PipelineArguments, topology: Topology):
+        self.fault, self.timeout_s = parse_fault(args.inject_fault), args.transport_timeout
+        if self.fault is None:
+            return
+        self.kind, self.m, rank = self.fault
+        meets = {"target": topology.target_of(self.m), "drafter": topology.num_targets + topology.drafter_of(self.m)}
+        self.rank = meets[FAULTS[self.kind]] if rank is None else rank
+        can = [meets[FAULTS[self.kind]]] if self.kind in ONE_ROLE_FAULTS else list(meets.values())
+        if self.rank not in can:
+            ranks = " or ".join(map(str, can))
+            raise UserError(f"--inject-fault {args.inject_fault}: on this run it can strike rank {ranks}")
+        if self.rank != topology.rank:
+            self.fault = None
+
+    def check_end(self, end_m: int) -> None:
+        """Raise UserError where the run ends before the fault strikes."""
+        if self.fault is not None and self.m >= end_m:
+            raise UserError(f"--inject-fault {self.kind}@{self.m}: the run ends with micro-batch {end_m - 1}")
+
+    def due(self, kind: str, m: int) -> bool:
+        return self.fault is not None and (self.kind, self.m) == (kind, m)
+
+    def before_forward(self, m: int, device: torch.device) -> None:
+        """On either role, before it works on m: stall, die or oom."""
+        if self.due("stall", m):
+            time.sleep(10 * self.timeout_s)
+        if self.due("die", m):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.due("oom", m):
+            torch.empty(2**50, dtype=torch.uint8, device=device)
+
+    def after_capture(self, shots, m: int) -> None:
+        """nan-layer: in the middle captured layer, the last token of the longest document."""
+        if self.due("nan-layer", m):
+            capture = shots[0][0]
+            capture.captured[capture.fc_layer_ids[len(capture.fc_layer_ids) // 2]][0, -1, 3] = math.nan
+
+    def before_drafter(self, drafter: nn.Module, m: int) -> None:
+        """nan-weight: the first entry of the drafter's fc (of this rank's part of it, under ZeRO 3)."""
+        if self.due("nan-weight", m):
+            weight = drafter.fc.weight
+            getattr(weight, "ds_tensor", weight.data).view(-1)[0] = math.nan
+
+    def release_early(self, ring, slot, m: int):
+        """early-release: `slot` goes back to the ring while the returned alias of it, same memory, is still to be read.
+
+        The next owner finds an event that nobody recorded, so it waits for nothing. The poison, or else the next owner's
+        data, is there before the reader, which is held up for a second then. (A target packs and sends on one stream, in
+        order: on its slots only the poison shows.)
+        """
+        if not self.due("early-release", m):
+            return slot
+        alias = copy.copy(slot)
+        alias.poison = lambda: None  # the memory is not its own any more when it is released
+        if slot.in_use is not None:
+            slot.in_use = torch.cuda.Event()
+        if ring.poison:
+            slot.poison()
+        with ring.changed:
+            slot.owner = "free"
+            ring.changed.notify_all()
+        if not ring.poison:
+            time.sleep(1.0) if slot.in_use is None else torch.cuda._sleep(2 * 10**9)
+        return alias
+
+    def before_save(self, last_m: int) -> None:
+        """slow-save: the first save after m."""
+        if self.fault is not None and self.kind == "slow-save" and last_m >= self.m:
+            self.fault = None
+            time.sleep(1.5 * self.timeout_s)
+
+
+# ======================================================================================================================
+# 8. Transport. In: captured layers on a target rank. Out: the same rows in a slot of a drafter rank.
 # ======================================================================================================================
 # For every micro-batch: the target announces it with a header, the drafter answers with a credit once it has a free
-# slot, then both post the payload. So no NCCL kernel waits on the device for the other side. A pair's stream ends with
+# slot, then both post the payload. So no NCCL kernel waits on the device for the other side. A micro-batch that is not
+# finite is announced with BAD, and nothing follows. A pair's stream ends with
 # END (from the target: no more to come) or STOP (from the drafter, in place of a credit). Both sides go through their
 # micro-batches in ascending order, the end included, so no cycle of waits can close.
 
-MAGIC, PROTOCOL = 0x44464C415348, 1
-ANNOUNCE, END = 1, 2
+MAGIC, PROTOCOL = 0x44464C415348, 2
+ANNOUNCE, END, BAD = 1, 2, 5
 GRANT, STOP = 3, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHORT_MARK = 4  # bytes at the end of a message that are all ones, a NaN, until it has come whole
 
 
 @dataclass
@@ -1702,6 +2387,7 @@ class Header:
 
     magic: int = MAGIC
     protocol: int = PROTOCOL
+    token: int = 0  # of the run, see `Fabric.introduce`
     status: int = ANNOUNCE
     m: int = 0
     tokens: int = 0
@@ -1722,9 +2408,24 @@ class Header:
     def empty_tensor(cls) -> Tensor:
         return torch.zeros(len(dataclasses.fields(cls)), dtype=torch.int64)
 
-
-class TransportError(RuntimeError):
-    """A message that is late, out of order or not what was announced."""
+    @classmethod
+    def parse(cls, words: Tensor, token: int, sender: str) -> "Header":
+        """The header that int64 words hold. Raises TransportError where they hold none, or one of another run."""
+        if words.shape != cls.empty_tensor().shape:
+            raise TransportError(f"{sender} sent no valid header ({words.numel()} words)")
+        header = cls(*words.tolist())
+        if (header.magic, header.protocol) != (MAGIC, PROTOCOL):
+            raise TransportError(f"{sender} sent no valid header (magic {header.magic:#x}, expected {MAGIC:#x})")
+        if header.token != token:
+            raise TransportError(f"{sender} sent a header without this run's token")
+        flag, count = range(2), range(2**62)
+        allowed = {"status": (ANNOUNCE, END, BAD), "m": count, "tokens": count, "width": count, "dtype": range(len(DTYPES)),
+                   "split": flag, "last": flag, "checksum": count, "stop_requested": flag, "forward_us": count,
+                   "pack_us": count, "wait_us": count}  # fmt: skip
+        for name, values in allowed.items():
+            if (value := getattr(header, name)) not in values:
+                raise TransportError(f"{sender} sent no valid header ({name} {value})")
+        return header
 
 
 class Slot:
@@ -1756,11 +2457,20 @@ class Slot:
     def verifier_last(self, n: int) -> Optional[Tensor]:
         return None if self.last is None else self.last[: n * self.hidden_size].view(n, -1)
 
+    def payload(self, n: int) -> list[Tensor]:
+        """The memory that n tokens fill: the captured layers' and, where wanted, verifier_last's."""
+        parts = [self.hidden[: n * self.num_layers * self.hidden_size]]
+        return parts if self.last is None else [*parts, self.last[: n * self.hidden_size]]
+
     def messages(self, n: int) -> list[Tensor]:
         """The payload for n tokens, as bytes: one message, two with verifier_last."""
-        parts = [self.hidden[: n * self.num_layers * self.hidden_size]]
-        parts += [] if self.last is None else [self.last[: n * self.hidden_size]]
-        return [part.view(torch.uint8) for part in parts]
+        return [part.view(torch.uint8) for part in self.payload(n)]
+
+    def poison(self) -> None:
+        """Fill everything with NaN."""
+        for memory in (self.hidden, self.last):
+            if memory is not None:
+                memory.fill_(math.nan)
 
     def wire(self, n: int) -> list[Tensor]:
         """What is sent or received for n tokens: the payload itself, or its host copy."""
@@ -1789,9 +2499,11 @@ class Slot:
 class SlotRing:
     """A fixed set of slots and who owns them. A slot goes free only after its owner's kernels are done."""
 
-    def __init__(self, count: int, timeout_s: float, **slot_shape):
+    def __init__(self, count: int, poison: bool = False, **slot_shape):
         self.slots = [Slot(i, **slot_shape) for i in range(count)]
-        self.timeout_s = timeout_s
+        self.poison = poison  # free slots hold NaN
+        for slot in self.slots if poison else ():
+            slot.poison()
         self.changed = threading.Condition()
         self.error: Optional[BaseException] = None
         self.closing = False
@@ -1799,16 +2511,14 @@ class SlotRing:
     def acquire(self, owner: str) -> Optional[Slot]:
         """The next free slot for `owner`, waiting for one; None once the ring is closing.
 
-        Raises TransportError after the time-out, or the error that stopped the other thread.
+        Raises the error that stopped the other thread.
         """
         with self.changed:
-            ready = self.changed.wait_for(lambda: self._free() or self.error or self.closing, self.timeout_s)
+            self.changed.wait_for(lambda: self._free() or self.error or self.closing)
             if self.error:
                 raise self.error
             if self.closing:
                 return None
-            if not ready:
-                raise TransportError(f"no slot became free within {self.timeout_s:.0f} s")
             slot = self._free()
             slot.owner = owner
         if slot.in_use is not None:
@@ -1819,6 +2529,8 @@ class SlotRing:
         """Change the owner. On CUDA the giver's work on the current stream is recorded as what the taker waits for."""
         if slot.owner != giver:
             raise RuntimeError(f"slot {slot.number} belongs to {slot.owner}, not to {giver}")
+        if self.poison and taker == "free":
+            slot.poison()
         if slot.in_use is not None:
             slot.in_use.record()
         with self.changed:
@@ -1844,7 +2556,8 @@ class SlotRing:
 def post(operation, link: Link, m: int, what: str) -> None:
     """Run one blocking send or receive; its error names the peer, m and what was awaited."""
     try:
-        operation().wait()
+        with link.board.doing(f"{what} for micro-batch {m}, peer {link.peer_name}", [link.peer_rank]):
+            operation().wait()
     except RuntimeError as error:
         raise TransportError(f"{what} for micro-batch {m}, peer {link.peer_name}: {first_line(error)}") from None
 
@@ -1871,9 +2584,10 @@ class HiddenStateSender:
     Both ways run `_process`, job after job in the order of m.
     """
 
-    def __init__(self, fabric: Fabric, ring: SlotRing, args: PipelineArguments, stop_requested: threading.Event):
+    def __init__(self, fabric: Fabric, ring: SlotRing, args: PipelineArguments, stop_requested: threading.Event,
+                 guard: Guard, faults: FaultInjector):  # fmt: skip
         self.fabric, self.ring, self.args, self.stop_requested = fabric, ring, args, stop_requested
-        self.device = fabric.device
+        self.device, self.guard, self.faults = fabric.device, guard, faults
         self.ended: set[int] = set()  # drafters whose stream is over
         self.stopping = False  # a drafter said STOP: the run ends early
         self.jobs: queue.Queue = queue.Queue()
@@ -1919,10 +2633,15 @@ class HiddenStateSender:
                 self.ring.hand_over(job.slot, "filling", "free")
             return
         link = self.fabric.links[drafter]
-        self._control_send(link, self._pack(job))
-        if self._await_credit(link, m):
+        header = self._pack(job)
+        self._control_send(link, header)
+        if header.status == BAD:
+            pass  # the drafter awaits no payload, so it grants nothing
+        elif self._await_credit(link, m):
+            job.slot = self.faults.release_early(self.ring, job.slot, m)
             job.slot.stage_out(job.plan.num_tokens)
             for message in job.slot.wire(job.plan.num_tokens):
+                message = message[: len(message) // 2] if self.faults.due("short-payload", m) else message
                 post(lambda: link.payload.send([message], link.peer, 0), link, m, "sending the payload")
         else:
             self.ended.add(drafter)
@@ -1935,39 +2654,44 @@ class HiddenStateSender:
             self.ended.add(drafter)
 
     def _pack(self, job: SendJob) -> Header:
-        """Fill the slot from the captured layers and let those go; returns the header that announces it."""
+        """Fill the slot from the captured layers and let those go; returns the header that announces it.
+
+        Where a number is not finite, the guard raises NonFiniteError or has it skipped: the header then says BAD.
+        """
         plan, slot, split = job.plan, job.slot, self.args.split_fc_layers
-        n, row = plan.num_tokens, 0
+        n = plan.num_tokens
         job.forward.wait()
         span = Span(self.device)
         layers, last = slot.layers(n, split), slot.verifier_last(n)
-        for shot, documents in job.shots:
-            lengths = plan.lengths[documents]
-            rows = slice(row, row + int(lengths.sum()))
-            shot.pack_into(lengths, [layer[rows] for layer in layers], None if last is None else last[rows])
-            row = rows.stop
-        if row != n:
-            raise RuntimeError(f"micro-batch {plan.m}: {row} rows of hidden states for {n} tokens")
+        pack_shots(plan, job.shots, layers, last)
         if not split:
             add_noise_(slot.joined(n), plan.noise_std, plan.noise_seed)
+        norm = largest(*slot.payload(n))
         pack_ms = span.end().ms()  # also: the pack kernels are done, so the captured layers may go
+        if not (finite := math.isfinite(norm)):
+            finding = self.guard.find_on_target(plan, job.shots, layers, last)
+            self.guard.report(finding, plan, self.guard.named(layers, last))
         job.shots.clear()
         self.ring.hand_over(slot, "filling", "sending")
         return Header(
-            m=plan.m, tokens=n, width=slot.num_layers * slot.hidden_size, dtype=DTYPES.index(slot.hidden.dtype),
+            status=ANNOUNCE if finite else BAD, m=plan.m, tokens=n,
+            width=slot.num_layers * slot.hidden_size, dtype=DTYPES.index(slot.hidden.dtype),
             split=int(split), last=int(last is not None), stop_requested=int(self.stop_requested.is_set()),
             checksum=slot.checksum(n) if self.args.verify_transfers else 0,
             forward_us=int(job.forward.ms() * 1e3), pack_us=int(pack_ms * 1e3), wait_us=int(job.wait_ms * 1e3),
         )  # fmt: skip
 
     def _control_send(self, link: Link, header: Header) -> None:
+        header.token = self.fabric.token
         post(lambda: link.control.send([header.to_tensor()], link.peer, 0), link, header.m, "sending the header")
 
     def _await_credit(self, link: Link, m: int) -> bool:
         """True when the drafter grants m, False when it stops."""
-        credit = torch.zeros(2, dtype=torch.int64)
+        credit = torch.zeros(3, dtype=torch.int64)
         post(lambda: link.control.recv([credit], link.peer, 0), link, m, "waiting for the credit")
-        answer, granted_m = credit.tolist()
+        token, answer, granted_m = credit.tolist()
+        if token != self.fabric.token:
+            raise TransportError(f"{link.peer_name} answered micro-batch {m} without this run's token")
         if granted_m != m or answer not in (GRANT, STOP):
             raise TransportError(f"{link.peer_name} answered {answer} for micro-batch {granted_m}, expected {m}")
         return answer == GRANT
@@ -1976,8 +2700,9 @@ class HiddenStateSender:
 class HiddenStateReceiver:
     """Drafter side: receives this rank's micro-batches in order of m, in line or on a thread ahead of the training."""
 
-    def __init__(self, fabric: Fabric, ring: SlotRing, planner: Planner, first_m: int, args: PipelineArguments):
-        self.fabric, self.ring, self.planner, self.args = fabric, ring, planner, args
+    def __init__(self, fabric: Fabric, ring: SlotRing, planner: Planner, first_m: int, args: PipelineArguments,
+                 guard: Guard):  # fmt: skip
+        self.fabric, self.ring, self.planner, self.args, self.guard = fabric, ring, planner, args, guard
         topology = fabric.topology
         self.numbers = itertools.count(first_m + topology.role_rank, topology.num_drafters)
         self.ended: set[int] = set()  # targets whose stream is over
@@ -1991,21 +2716,29 @@ class HiddenStateReceiver:
             self.thread = threading.Thread(target=self._run, name="receiver", daemon=True)
             self.thread.start()
 
-    def get(self, m: int) -> Slot:
-        """The slot that holds micro-batch m, complete. Raises TransportError when it does not come."""
+    def get(self, m: int) -> Optional[Slot]:
+        """The slot that holds micro-batch m, complete and finite; None where m was not finite and is to be skipped.
+
+        Raises the error that stopped the receiver.
+        """
         if self.thread is None:
             with self.stream:
                 self._exchange()
-        try:
-            received_m, slot = self.ready.get(timeout=self.args.transport_timeout)
-        except queue.Empty:
-            raise TransportError(f"waited {self.args.transport_timeout:.0f} s for micro-batch {m}") from None
-        if slot is None:
+        with self.fabric.board.doing(f"waiting for micro-batch {m}", HELPER):
+            received_m, slot = self.ready.get()
+        if isinstance(received_m, BaseException):
             raise received_m
         if received_m != m:
             raise RuntimeError(f"micro-batch {received_m} came in place of {m}")
-        self.ring.hand_over(slot, "receiving", "training")
+        if slot is not None:
+            self.ring.hand_over(slot, "receiving", "training")
         return slot
+
+    def empty_states(self) -> tuple[Tensor, Optional[Tensor]]:
+        """(features, verifier_last) full of zeros, in place of a micro-batch for which `get` gave no slot."""
+        slot = self.ring.slots[0]
+        last = slot.verifier_last(slot.tokens)
+        return torch.zeros_like(slot.joined(slot.tokens)), None if last is None else torch.zeros_like(last)
 
     def release(self, slot: Slot) -> None:
         """Give back a slot; its memory is reused only after the kernels enqueued so far are done."""
@@ -2043,40 +2776,62 @@ class HiddenStateReceiver:
         if header.status == END:
             self.ended.add(target)
             return
+        if header.status == BAD:
+            self.ready.put((m, None))
+            return
         slot = None
         if m < self.planner.end_m and not self.stopping.is_set():
             slot = self.ring.acquire("receiving")
-        answer = torch.tensor([STOP if slot is None else GRANT, m], dtype=torch.int64)
+        answer = torch.tensor([self.fabric.token, STOP if slot is None else GRANT, m], dtype=torch.int64)
         post(lambda: link.control.send([answer], link.peer, 0), link, m, "sending the credit")
         if slot is None:
             self.ended.add(target)
             return
-        for message in slot.wire(header.tokens):
-            post(lambda: link.payload.recv([message], link.peer, 0), link, m, "receiving the payload")
-        slot.stage_in(header.tokens)
-        if slot.in_use is not None:
-            slot.in_use.record()
-            slot.in_use.synchronize()
-        if self.args.verify_transfers and slot.checksum(header.tokens) != header.checksum:
-            raise TransportError(f"micro-batch {m} from {link.peer_name}: checksum differs, the payload was changed")
+        finite = self._receive_payload(link, m, header, slot)
         for name in ("forward", "pack", "wait"):
             self.target_times[name] += getattr(header, f"{name}_us") / 1e3
-        self.ready.put((m, slot))
+        if not finite:
+            self.ring.hand_over(slot, "receiving", "free")
+        self.ready.put((m, slot if finite else None))
+
+    def _receive_payload(self, link: Link, m: int, header: Header, slot: Slot) -> bool:
+        """Fill the slot; True when all of it is finite, as it was when the target sent it.
+
+        The end of each message is marked with NaN first: gloo takes a shorter message without a word.
+        """
+        n = header.tokens
+        for message in slot.wire(n):
+            message[-SHORT_MARK:] = 255
+            post(lambda: link.payload.recv([message], link.peer, 0), link, m, "receiving the payload")
+        slot.stage_in(n)
+        norm = largest(*slot.payload(n))
+        if slot.in_use is not None:
+            slot.in_use.record()
+            with link.board.doing(f"receiving the payload for micro-batch {m}, peer {link.peer_name}", [link.peer_rank]):
+                slot.in_use.synchronize()
+        if not (finite := math.isfinite(norm)) and any((part[-SHORT_MARK:] == 255).all() for part in slot.messages(n)):
+            raise TransportError(f"micro-batch {m} from {link.peer_name}: the payload is shorter than announced")
+        if self.args.verify_transfers and slot.checksum(n) != header.checksum:
+            raise TransportError(f"micro-batch {m} from {link.peer_name}: checksum differs, the payload was changed")
+        if not finite:
+            plan, split = self.planner.plan(m), self.args.split_fc_layers
+            states = self.guard.named(slot.layers(n, split), slot.verifier_last(n))
+            self.guard.report(self.guard.must_find("received", plan, states), plan, states)
+        return finite
 
     def _receive_header(self, link: Link, m: int) -> Header:
         """The next header, checked against the plan."""
         words = Header.empty_tensor()
         post(lambda: link.control.recv([words], link.peer, 0), link, m, "waiting for the header")
-        header = Header(*words.tolist())
-        if (header.magic, header.protocol) != (MAGIC, PROTOCOL):
-            raise TransportError(f"{link.peer_name} sent no valid header (magic {header.magic:#x}, expected {MAGIC:#x})")
+        header = Header.parse(words, self.fabric.token, link.peer_name)
         if header.stop_requested:
             self.target_asked_stop.set()
         if header.status == END:
             return header
         slot = self.ring.slots[0]
         expected = Header(
-            m=m, tokens=self.planner.plan(m).num_tokens, width=slot.num_layers * slot.hidden_size,
+            status=BAD if header.status == BAD else ANNOUNCE, m=m, tokens=self.planner.plan(m).num_tokens,
+            width=slot.num_layers * slot.hidden_size,
             dtype=DTYPES.index(slot.hidden.dtype), split=int(self.args.split_fc_layers), last=int(slot.last is not None),
         )  # fmt: skip
         for name in ("status", "m", "tokens", "width", "dtype", "split", "last"):
@@ -2087,7 +2842,7 @@ class HiddenStateReceiver:
 
 
 # ======================================================================================================================
-# 8. Target rank. In: the plan of every m that is this rank's. Out: hidden states on their way to the drafters.
+# 9. Target rank. In: the plan of every m that is this rank's. Out: hidden states on their way to the drafters.
 # ======================================================================================================================
 
 
@@ -2130,6 +2885,13 @@ class TargetRunner:
         self.decoder, self.device = model.get_decoder(), device
         self.pass_cost = forward_pass_cost(layers, device)
 
+    def warm_up(self, planner: Planner, first_m: int, topology: Topology) -> None:
+        """Compute this rank's first micro-batch and forget it: what compiles or is tuned then does so at start, where
+        the others wait for this rank without limit."""
+        m = next(m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
+        if m < planner.end_m:
+            self.forward(planner.plan(m))
+
     @torch.no_grad()
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
         """Run the documents of a plan, padded on the right within buckets of similar length.
@@ -2149,29 +2911,34 @@ class TargetRunner:
         return shots
 
 
-def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested) -> None:
+def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults) -> None:
     """Compute every micro-batch of this rank in order, then end each drafter's stream."""
     topology, device = fabric.topology, fabric.device
-    sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested)
+    sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested, guard, faults)
     period = math.lcm(topology.num_targets, topology.num_drafters)
     mine = (m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
     for m in mine:
         if m >= planner.end_m or sender.stopping:
             break
+        fabric.board.now(f"forward pass of micro-batch {m}")
         plan = planner.plan(m)
+        faults.before_forward(m, device)
         forward = Span(device)
         shots = runner.forward(plan)
+        faults.after_capture(shots, m)
         forward.end()
         started = time.perf_counter()
-        slot = ring.acquire("filling")
+        with fabric.board.doing(f"waiting for a free slot for micro-batch {m}", HELPER):
+            slot = ring.acquire("filling")
         sender.submit(SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
     for end in range(m, m + period, topology.num_targets):  # every drafter, in the order in which they await it
         sender.submit(end)
+    fabric.board.now("sending what is left", HELPER)
     sender.finish()
 
 
 # ======================================================================================================================
-# 9. Drafter. In: packed hidden states, anchors, mask tokens. Out: a hidden state for every slot of every block.
+# 10. Drafter. In: packed hidden states, anchors, mask tokens. Out: a hidden state for every slot of every block.
 # ======================================================================================================================
 # The architecture and tensor names of z-lab's DFlashDraftModel: Qwen3-style layers in which the slots of a block attend
 # to the target's features before the anchor and to their own block. Here a micro-batch has no batch dimension: N rows of
@@ -2677,7 +3444,7 @@ def block_mask(ranges: np.ndarray, num_keys: int, device: torch.device) -> Block
 
 
 # ======================================================================================================================
-# 10. Loss. In: slot states, labels, weights. Out: the weighted sum of the losses, its gradient, and what was right.
+# 11. Loss. In: slot states, labels, weights. Out: the weighted sum of the losses, its gradient, and what was right.
 # ======================================================================================================================
 
 
@@ -2800,14 +3567,16 @@ LOSS_CHUNK = 2048  # rows of logits alive at a time: 1.2 GB in fp32 at a vocabul
 
 
 def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBatch, verifier_last: Optional[Tensor],
-                     dpace_alpha: Optional[float] = None):  # fmt: skip
+                     dpace_alpha: Optional[float] = None, watch=None):  # fmt: skip
     """(weighted loss sum [], statistics fp64 [2 * B]) of one micro-batch; `model` is the drafter or its engine.
 
     verifier_last [n, H]: the target's last layer, for the KL loss; None: cross-entropy on the text.
-    dpace_alpha: weigh by D-PACE in place of the plan's decay.
+    dpace_alpha: weigh by D-PACE in place of the plan's decay. watch: `StageFlags.watch`, told of the drafter's output.
     """
     slots = ends.embed(batch.slot_ids)
     out = model(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
+    if watch is not None:
+        watch("drafter output", out)
     trained = out.view(*batch.weights.shape[:1], -1, out.shape[-1])[:, 1:].flatten(0, 1)  # slot 0 is never trained
     target_logits = None
     if verifier_last is not None:
@@ -2831,7 +3600,7 @@ def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBa
 
 
 # ======================================================================================================================
-# 11. Checkpoints. In: a trained step. Out: a folder that a run goes on from, and the drafter in z-lab's format.
+# 12. Checkpoints. In: a trained step. Out: a folder that a run goes on from, and the drafter in z-lab's format.
 # ======================================================================================================================
 
 
@@ -2864,6 +3633,8 @@ def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
     if not bf16:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
         config.pop("data_types", None)
         config.pop("communication_data_type", None)
+    if bf16:
+        config["bf16"]["check_grad_overflow"] = True  # a step whose gradient is not finite is left out, by all drafters
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config
@@ -2895,6 +3666,45 @@ class DrafterGroup:
         return 1
 
 
+def load_plain(path: Path) -> dict:
+    """A DeepSpeed file, in fp32 on the CPU and mapped into memory: tensors, plain values and the three classes that
+    DeepSpeed itself puts there. Anything else could run code, and is refused with UserError."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {foreign[1]}" if foreign else first_line(error)
+        raise UserError(f"{path} holds more than tensors and plain values, and is not loaded: {what}") from None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
+        raise UserError(f"cannot load {path}: {first_line(error)}") from None
+
+
+def checkpoint_files():
+    """What DeepSpeed reads and writes its files with: it loads no code, and leaves the writing to `save_checkpoint`.
+
+    DeepSpeed ends a save with a barrier. Files are written after it, so that a rank whose disk is full reaches it too.
+    """
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class CheckpointFiles(TorchCheckpointEngine):
+        def __init__(self):
+            super().__init__()
+            self.pending: list[tuple[Path, dict]] = []  # to be written; the tensors are the live ones
+
+        def save(self, state_dict, path):
+            self.pending.append((Path(path), state_dict))
+
+        def load(self, path, map_location=None):
+            return load_plain(Path(path))
+
+    return CheckpointFiles()
+
+
 def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
     """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
     # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
@@ -2918,15 +3728,21 @@ def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
     engine, *_ = deepspeed.initialize(
         model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=DrafterGroup(fabric.timeout)
     )
+    engine.checkpoint_engine = checkpoint_files()
     return engine
 
 
 def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, num_drafters: int) -> dict:
-    """What must be the same for a run to go on as if it had never stopped, and on every rank of one run."""
+    """What must be the same for a run to go on as if it had never stopped, and on every rank of one run.
+
+    The target is known by its files, not by where they lie. Of drafter ranks and accumulation only the product counts.
+    """
     names = ("seed", "tokens_per_micro_batch", "anchors_per_micro_batch", "loss", "loss_gamma", "noise_std",
-             "noise_schedule", "loss_weights", "dpace_alpha", "gradient_accumulation_steps", "target", "target_dtype")  # fmt: skip
-    flat = args.flat()
-    identity = {"data": documents.fingerprint, "drafter_ranks": num_drafters} | {name: flat[name] for name in names}
+             "noise_schedule", "loss_weights", "dpace_alpha", "target_dtype")  # fmt: skip
+    flat, target = args.flat(), args.target.target
+    identity = {"data": documents.fingerprint, "target": target if target in RANDOM_TARGETS else target_hashes(target)}
+    identity |= {"micro_batches_per_step": num_drafters * args.optimization.gradient_accumulation_steps}
+    identity |= {name: flat[name] for name in names}
     return identity | {f"drafter {k}": v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items()}
 
 
@@ -2942,80 +3758,510 @@ def drafter_weights(engine) -> Optional[dict[str, Tensor]]:
     return weights if dist.get_rank() == 0 else None
 
 
-def save_checkpoint(engine, step: int, args: Arguments, identity: dict, config: DrafterConfig) -> Path:
-    """Write `checkpoints/step-N` under a temporary name, move it into place, then the pointer `latest`; prune old ones.
+# A checkpoint is a folder step-N: DeepSpeed's files, state.json, the drafter, and manifest.json with the size of every
+# file and the hashes of its pieces. It is written as step-N.partial and gets its name when all of it is on the disk;
+# then `latest` names it; then older ones go. So whatever the moment of a kill, what `latest` names is whole, and what
+# still ends in .partial is rubbish. A start verifies every byte before it loads one, and falls back to the one before.
 
-    Called by every drafter. The folder holds DeepSpeed's state, state.json and the drafter itself (`drafter/`).
+MANIFEST, PIECE_BYTES = "manifest.json", 64 << 20
+STEP_FOLDER = re.compile(r"step-(\d{6,12})")
+START_ANEW = "--resume never, or another --output-dir, starts anew"
+
+
+class DamagedCheckpoint(Exception):
+    """What is wrong with a checkpoint, in words."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A whole checkpoint and what state.json says of it."""
+
+    folder: str
+    step: int
+    drafter_ranks: int
+    zero_stage: int
+    counters: dict[str, int]  # what the metrics count since the first step
+
+
+def save_checkpoint(engine, step: int, args: Arguments, identity: dict, config: DrafterConfig, fabric: Fabric,
+                    counters: dict[str, int]) -> Path:  # fmt: skip
+    """Write the checkpoint of a step, move it into place, then the pointer `latest`; prune old ones.
+
+    Called by every drafter, which all return once it is in place. Raises UserError, on every drafter, where one could
+    not write its part: then nothing of it is left, and the checkpoints before it stay as they were.
     """
-    from safetensors.torch import save_file
-
     root = Path(args.run.output_dir) / "checkpoints"
     final, partial = root / f"step-{step:06d}", root / f"step-{step:06d}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(root), tag=partial.name, save_latest=False)
-    weights = drafter_weights(engine)
-    if weights is not None:
-        (partial / "drafter").mkdir()
-        save_file(weights, partial / "drafter" / "model.safetensors", metadata={"format": "pt"})
-        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        write_json(partial / "drafter" / "config.json", config.to_json() | {"dtype": dtype})
-        versions = {"torch": torch.__version__, "deepspeed": sys.modules["deepspeed"].__version__}
-        state = {"step": step, "identity": identity, "arguments": args.flat(), "versions": versions}
-        write_json(partial / "state.json", state)
-    dist.barrier()  # every shard is written
-    if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        pointer = root / "latest.partial"
-        pointer.write_text(final.name)
-        pointer.replace(root / "latest")
-        for old in sorted(root.glob("step-??????"))[: -args.run.keep_checkpoints]:
-            shutil.rmtree(old)
-    dist.barrier()
+    state = {
+        "step": step, "identity": identity, "counters": counters, "arguments": args.flat(),
+        "layout": {"drafter_ranks": dist.get_world_size(), "zero_stage": int(engine.zero_optimization_stage())},
+        "versions": {"torch": torch.__version__, "deepspeed": sys.modules["deepspeed"].__version__},
+    }  # fmt: skip
+    with fabric.board.doing(f"saving {final}", may_last=True):
+        try:
+            if dist.get_rank() == 0:
+                remove_leftovers(root)
+                (partial / "drafter").mkdir(parents=True)
+            dist.barrier()
+            engine.save_checkpoint(str(root), tag=partial.name, save_latest=False)  # fills `pending`
+            weights = drafter_weights(engine)
+            sizes = write_files(engine.checkpoint_engine.pending, weights, partial, state, config, fabric)
+            for name in sorted(sizes)[dist.get_rank() :: dist.get_world_size()]:
+                sync_to_disk(partial / name)
+            hashes = hash_together(partial, sizes, fabric, f"save/{step}/hashes")
+            if dist.get_rank() == 0:
+                write_json(partial / MANIFEST, manifest_of(sizes, hashes))
+                publish(partial, final, args.run.keep_checkpoints)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"cannot write checkpoint {final}: {error}; nothing of it is left, those before it stay"
+            ) from None
+        gather_text(fabric, f"save/{step}/done", "")
     return final
+
+
+def write_files(pending: list, weights: Optional[dict], partial: Path, state: dict, config: DrafterConfig,
+                fabric: Fabric) -> dict[str, int]:  # fmt: skip
+    """Write this rank's files, wait for the others', and return the size of each file of the checkpoint by its name.
+
+    Raises OSError on every drafter where one failed, with its reason.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    mine, fault = [path for path, _ in pending], ""
+    try:
+        while pending:
+            path, contents = pending.pop()
+            with open(path, "wb") as file:
+                torch.save(contents, file)
+        if weights is not None:
+            save_file(weights, partial / "drafter" / "model.safetensors", metadata={"format": "pt"})
+            dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+            write_json(partial / "drafter" / "config.json", config.to_json() | {"dtype": dtype})
+            write_json(partial / "state.json", state)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch's own error hides that of the file it writes to
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        fault = f"{fabric.topology}: {first_line(cause)}"
+    finally:
+        pending.clear()
+    name = f"save/{state['step']}"
+    own = {} if fault else {path.relative_to(partial).as_posix(): path.stat().st_size for path in mine}
+    reports = [json.loads(text) for text in gather_text(fabric, f"{name}/written", json.dumps([fault, own]))]
+    if faults := [fault for fault, _ in reports if fault]:
+        raise OSError(faults[0])
+    sizes = {name: size for _, files in reports for name, size in files.items()}
+    if dist.get_rank() == 0:  # and what else is there: those above are told, as a shared disk may show them late
+        sizes |= {p.relative_to(partial).as_posix(): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
+        fabric.store.set(f"{name}/files", json.dumps(sizes))
+    wait_for_key(fabric.store, f"{name}/files", f"[{fabric.topology}] waiting for the list of files to hash")
+    return json.loads(fabric.store.get(f"{name}/files"))
+
+
+def gather_text(fabric: Fabric, key: str, value: str) -> list[str]:
+    """What each drafter says under a key, in order of rank, known to all of them. A key serves once in a run."""
+    topology, values = fabric.topology, []
+    fabric.store.set(f"{key}/{topology.role_rank}", value)
+    for drafter in range(topology.num_drafters):
+        what = f"[{topology}] waiting for {topology.name('drafter', drafter)}: {key}"
+        wait_for_key(fabric.store, f"{key}/{drafter}", what)
+        values.append(fabric.store.get(f"{key}/{drafter}").decode())
+    return values
+
+
+def num_pieces(size: int) -> int:
+    return max(1, -(-size // PIECE_BYTES))
+
+
+def hash_together(folder: Path, sizes: dict[str, int], fabric: Fabric, key: str, bar: Optional[str] = None) -> dict:
+    """{file: [hash of each piece]}, the pieces shared out over the drafters; what went wrong in place of a hash where a
+    piece could not be read. `bar`: the text of a progress bar."""
+    from tqdm import tqdm
+
+    pieces = [(name, index) for name in sorted(sizes) for index in range(num_pieces(sizes[name]))]
+    mine = pieces[fabric.topology.role_rank :: fabric.topology.num_drafters]
+
+    def hash_piece(piece: tuple[str, int]) -> str:
+        digest, left = hashlib.sha256(), PIECE_BYTES
+        try:
+            with open(folder / piece[0], "rb") as file:
+                file.seek(piece[1] * PIECE_BYTES)
+                while left > 0 and (block := file.read(min(left, 1 << 20))):
+                    digest.update(block)
+                    left -= len(block)
+        except OSError as error:
+            return f"{fabric.topology} cannot read it ({first_line(error)})"
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:  # hashing lets other threads run
+        shown = tqdm(pool.map(hash_piece, mine), bar, len(mine), False, unit="piece", disable=bar is None)
+        texts = gather_text(fabric, key, json.dumps(list(shown)))
+    hashes = {name: [""] * num_pieces(size) for name, size in sizes.items()}
+    for rank, text in enumerate(texts):
+        for (name, index), value in zip(pieces[rank :: len(texts)], json.loads(text), strict=True):
+            hashes[name][index] = value
+    return hashes
+
+
+def manifest_of(sizes: dict[str, int], hashes: dict[str, list[str]]) -> dict:
+    """What manifest.json holds. Raises OSError where a piece could not be read back."""
+    for name, values in hashes.items():
+        if unread := [value for value in values if len(value) != 64]:
+            raise OSError(f"{name}: {unread[0]}")
+    return {"files": {name: {"bytes": sizes[name], "sha256": hashes[name]} for name in sorted(sizes)}}
+
+
+def publish(partial: Path, final: Path, keep: int) -> None:
+    """Give a complete checkpoint its name, let `latest` name it, and keep the last `keep` of those up to it."""
+    root = final.parent
+    for path in (partial / MANIFEST, partial / "drafter", partial):
+        sync_to_disk(path)
+    if final.exists():  # damaged, or of a run that went on from an earlier step
+        final.rename(root / f"{final.name}.old.partial")
+    partial.rename(final)
+    sync_to_disk(root)
+    pointer = root / "latest.partial"
+    pointer.write_text(final.name)
+    sync_to_disk(pointer)
+    pointer.replace(root / "latest")
+    sync_to_disk(root)
+    older = [path for path in step_folders(root) if step_of(path) <= step_of(final)]
+    for old in older[keep:]:
+        old.rename(root / f"{old.name}.partial")  # a kill from here on leaves rubbish, not a damaged checkpoint
+    remove_leftovers(root)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file, or the names in a folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(root: Path) -> list[str]:
+    """Remove what a killed save or removal left behind; returns its names."""
+    left = sorted(root.glob("*.partial"))
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return [path.name for path in left]
+
+
+def step_of(folder: Path) -> int:
+    """N of a folder step-N; -1 of any other."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, whole or not."""
+    folders = [path for path in root.glob("step-*") if step_of(path) >= 0 and path.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def read_pointer(root: Path) -> Optional[Path]:
+    """The checkpoint that `latest` names; None where there is no such file. Raises DamagedCheckpoint."""
+    try:
+        text = (root / "latest").read_text(errors="replace")[:100].strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedCheckpoint(f"`latest` cannot be read ({first_line(error)})") from None
+    if not STEP_FOLDER.fullmatch(text):
+        raise DamagedCheckpoint(f"`latest` names no checkpoint but {text!r}" if text else "`latest` is empty")
+    if not (root / text).is_dir():
+        raise DamagedCheckpoint(f"`latest` names {text}, which is not there")
+    return root / text
+
+
 def find_checkpoint(args: RunArguments) -> Optional[Path]:
-    """The checkpoint that `--resume` names; None to start from the beginning."""
+    """The checkpoint that `--resume` names; None to start from the beginning. Raises UserError where there is none."""
     if args.resume == "never":
         return None
-    root = Path(args.output_dir) / "checkpoints"
-    if args.resume == "auto":
-        return root / (root / "latest").read_text().strip() if (root / "latest").exists() else None
-    path = Path(args.resume)
+    path = Path(args.output_dir if args.resume == "auto" else args.resume)
     path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    path = path / (path / "latest").read_text().strip() if (path / "latest").exists() else path
-    if not (path / "state.json").is_file():
-        raise UserError(f"--resume {args.resume}: no checkpoint there (a step-N folder, or a run's output folder)")
-    return path
+    try:
+        path = read_pointer(path) or path
+    except DamagedCheckpoint as damage:
+        raise UserError(f"--resume {args.resume}: {damage} in {path}") from None
+    if (path / "state.json").is_file():
+        return path
+    if args.resume == "auto":
+        return None
+    raise UserError(f"--resume {args.resume}: no checkpoint there (a step-N folder, or a run's output folder)")
 
 
-def read_resume_step(checkpoint: Optional[Path], identity: dict) -> int:
-    """The step to go on from; 0 without a checkpoint. Raises UserError naming what differs from the saved run."""
-    if checkpoint is None:
-        return 0
-    state = json.loads((checkpoint / "state.json").read_text())
+def resume_candidates(args: RunArguments) -> list[Path]:
+    """The checkpoints that a run may go on from, the one to try first in front; says where `latest` is of no use."""
+    if args.resume != "auto":
+        named = find_checkpoint(args)
+        return [] if named is None else [named]
+    root = Path(args.output_dir) / "checkpoints"
+    folders = step_folders(root)
+    try:
+        named = read_pointer(root)
+    except DamagedCheckpoint as damage:
+        if not folders:
+            raise UserError(f"{root}: {damage}, and no other checkpoint is there; {START_ANEW}") from None
+        print(f"{root}: {damage}; looking for the newest whole checkpoint", flush=True)
+        return folders
+    return [path for path in folders if named is None or step_of(path) <= step_of(named)]
+
+
+def read_json_object(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read ({first_line(error)})") from None
+    if not isinstance(value, dict):
+        raise DamagedCheckpoint(f"{path.name} holds no JSON object")
+    return value
+
+
+def is_count(value) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def read_manifest(folder: Path) -> dict[str, dict]:
+    """{file: {"bytes", "sha256"}} of a checkpoint, each file being there with that size. Raises DamagedCheckpoint."""
+    files = read_json_object(folder / MANIFEST).get("files")
+    if not isinstance(files, dict) or "state.json" not in files:
+        raise DamagedCheckpoint(f"{MANIFEST} does not list the files")
+    for name, entry in files.items():
+        size, hashes = (entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "sha256"))
+        if not is_count(size) or not isinstance(hashes, list) or len(hashes) != num_pieces(size):
+            raise DamagedCheckpoint(f"{MANIFEST} has no size and hashes of {ascii(name)}")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise DamagedCheckpoint(f"{MANIFEST} names {ascii(name)}, outside the checkpoint")
+        try:
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        except (OSError, ValueError):
+            found = None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise DamagedCheckpoint(f"{ascii(name)[1:-1]} {what}")
+    return files
+
+
+def first_difference(files: dict[str, dict], hashes: dict[str, list]) -> Optional[str]:
+    """The first piece whose hash is not the one in the manifest, in words."""
+    for name, found in hashes.items():
+        for index, (mine, saved) in enumerate(zip(found, files[name]["sha256"])):
+            if mine != saved:
+                if len(mine) != 64:
+                    return f"{name}: {mine}"
+                end = min((index + 1) * PIECE_BYTES, files[name]["bytes"])
+                return f"{name} was changed within its bytes {index * PIECE_BYTES} to {end}"
+    return None
+
+
+def read_state(folder: Path) -> tuple[ResumePoint, dict]:
+    """(where to go on, the identity of the saved run) of state.json. Raises DamagedCheckpoint."""
+    state = read_json_object(folder / "state.json")
+    layout, counters, identity = (state.get(key) for key in ("layout", "counters", "identity"))
+    if not all(isinstance(part, dict) for part in (layout, counters, identity)):
+        raise DamagedCheckpoint("state.json has no layout, counters or identity")
+    numbers = [state.get("step"), layout.get("drafter_ranks"), layout.get("zero_stage"), *counters.values()]
+    if not all(map(is_count, numbers)) or numbers[0] != step_of(folder) or numbers[1] < 1 or numbers[2] > 3:
+        raise DamagedCheckpoint(f"state.json is not that of {folder.name}")
+    return ResumePoint(str(folder), *numbers[:3], counters), identity
+
+
+def check_identity(point: ResumePoint, saved: dict, identity: dict, args: Arguments, num_drafters: int) -> None:
+    """Raise UserError naming what differs between the saved run and this one, and the way out."""
+    batch, accumulation = saved.get("micro_batches_per_step"), args.optimization.gradient_accumulation_steps
+    if is_count(batch) and batch != identity["micro_batches_per_step"]:
+        before = f"drafter_ranks was {point.drafter_ranks}"
+        change = f"{before} and is {num_drafters}" if point.drafter_ranks != num_drafters else (
+            f"gradient_accumulation_steps was {batch // num_drafters} and is {accumulation}")  # fmt: skip
+        way = f"with --gradient-accumulation-steps {batch // num_drafters} they still are"
+        if batch % num_drafters:
+            way = f"they need a number of drafter ranks that divides {batch}"
+        raise UserError(
+            f"cannot resume {point.folder}: {change}, so a step would not be {batch} micro-batches any more; {way} "
+            f"({START_ANEW})"
+        )
     for key, value in identity.items():
-        if (saved := state["identity"].get(key)) != value:
-            raise UserError(
-                f"cannot resume {checkpoint}: {key} was {saved} and is {value} now "
-                f"(--resume never, or another --output-dir, starts anew)"
-            )
-    return state["step"]
+        if saved.get(key) != value:
+            was, now = json.dumps(saved.get(key))[:100], json.dumps(value)[:100]
+            raise UserError(f"cannot resume {point.folder}: {key} was {was} and is {now} now ({START_ANEW})")
 
 
-def load_checkpoint(engine, checkpoint: Path) -> None:
-    """Load weights, optimizer and masters into the engine; raises UserError if DeepSpeed loads nothing."""
-    loaded, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    if loaded is None:
-        raise UserError(f"cannot resume {checkpoint}: DeepSpeed found no state in it")
+def choose_checkpoint(args: Arguments, identity: dict, fabric: Fabric) -> Optional[ResumePoint]:
+    """Where the run goes on, the same on every rank; None at the beginning. Called by every rank.
+
+    Drafter 0 looks for it, all drafters verify it, and the targets, which need not see the folder, are told.
+    """
+    topology, store = fabric.topology, fabric.store
+    if topology.role == "drafter" and topology.role_rank == 0:
+        point = find_whole_checkpoint(args, identity, fabric)
+        store.set("resume point", json.dumps(point and dataclasses.asdict(point)))
+    elif topology.role == "drafter":
+        for number in itertools.count():
+            while not store.check([f"verify/{number}"]) and not store.check(["resume point"]):
+                time.sleep(0.05)
+            if not store.check([f"verify/{number}"]):
+                break
+            folder, sizes = json.loads(store.get(f"verify/{number}"))
+            hash_together(Path(folder), sizes, fabric, f"verified/{number}")
+    wait_for_key(store, "resume point", f"[{topology}] waiting for the drafters to verify the checkpoint")
+    point = json.loads(store.get("resume point"))
+    return None if point is None else ResumePoint(**point)
+
+
+def find_whole_checkpoint(args: Arguments, identity: dict, fabric: Fabric) -> Optional[ResumePoint]:
+    """The first candidate that is whole: drafter 0's part of `choose_checkpoint`.
+
+    Raises UserError where it is not of this run; where `--resume` names it and it is damaged; where none is whole.
+    """
+    for name in remove_leftovers(Path(args.run.output_dir) / "checkpoints"):
+        print(f"removed {name}: left by a save that was interrupted", flush=True)
+    damages, numbers = [], itertools.count()
+    for folder in resume_candidates(args.run):
+        try:
+            files = read_manifest(folder)
+            state_hash = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
+            difference = first_difference(files, {"state.json": [state_hash]})
+            if difference is None:
+                point, saved = read_state(folder)
+                check_identity(point, saved, identity, args, fabric.topology.num_drafters)
+                sizes, number = {name: entry["bytes"] for name, entry in files.items()}, next(numbers)
+                fabric.store.set(f"verify/{number}", json.dumps([str(folder), sizes]))
+                hashes = hash_together(folder, sizes, fabric, f"verified/{number}", f"verifying {folder.name}")
+                difference = first_difference(files, hashes)
+            if difference is not None:
+                raise DamagedCheckpoint(difference)
+            return point
+        except (DamagedCheckpoint, OSError) as damage:
+            damages.append(f"{folder} is damaged: {damage}")
+            if args.run.resume != "auto":
+                raise UserError(f"--resume {args.run.resume}: {damages[0]}") from None
+            print(f"{damages[-1]}; trying the one before", flush=True)
+    if damages:
+        raise UserError(f"{damages[0]}; none of {len(damages)} checkpoints is whole; {START_ANEW}")
+    return None
+
+
+def load_checkpoint(engine, point: ResumePoint) -> None:
+    """Load weights, masters, optimizer state and the count of skipped steps into a new engine; called by every drafter.
+
+    DeepSpeed does it, bit for bit, where the run has as many drafter ranks and the ZeRO stage that it was saved with;
+    else each parameter's state is put together from its parts. Raises UserError where the files do not hold it.
+    """
+    folder = Path(point.folder)
+    try:
+        if (point.drafter_ranks, point.zero_stage) == (dist.get_world_size(), engine.zero_optimization_stage()):
+            loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            if loaded is None:
+                raise UserError(f"cannot resume {folder}: DeepSpeed found no state in it")
+        else:
+            load_by_name(engine, point)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, StopIteration) as error:
+        raise UserError(f"cannot resume {folder}: {first_line(error)}") from error
+
+
+def saved_parameters(point: ResumePoint) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(name, {"fp32": master, "exp_avg", "exp_avg_sq": flat fp32, "step": []}) of every parameter of a checkpoint.
+
+    (DeepSpeed's own way, the universal checkpoint, makes a second copy of everything by a program of its own first, and
+    reads both with a loader that runs code.)
+    """
+    folder = Path(point.folder)
+    if point.zero_stage == 0:
+        saved = load_plain(folder / "mp_rank_00_model_states.pt")
+        for number, name in enumerate(name for name in saved["module"] if name not in saved["buffer_names"]):
+            state = {"fp32": saved["module"][name], **saved["optimizer"]["state"].get(number, {})}
+            yield name, {key: value.flatten() if value.dim() else value for key, value in state.items()}
+        return
+    names = (f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(point.drafter_ranks))
+    shards = [load_plain(next(folder.glob(name)))["optimizer_state_dict"] for name in names]
+    if point.zero_stage == 3:  # each rank's flat tensor holds its equal part of every parameter, in order
+        shapes = load_plain(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+        for number, group in enumerate(shapes):
+            states, offset = flat_states(shards, "fp32_flat_groups", "optimizer_state_dict", number), 0
+            for name, shape in group.items():
+                part = -(-shape.numel() // len(shards))
+                parts = [(state, slice(offset, offset + part)) for state in states]
+                yield name, {key: v[: shape.numel()] if v.dim() else v for key, v in joined(parts).items()}
+                offset += part
+        return
+    for number in range(len(shards[0]["param_slice_mappings"])):  # the ranks' flat tensors, end to end, hold them
+        states = flat_states(shards, "single_partition_of_fp32_groups", "base_optimizer_state", number)
+        parts = defaultdict(list)
+        for state, shard in zip(states, shards):
+            for name, place in shard["param_slice_mappings"][number].items():
+                parts[name].append((state, slice(place.start, place.start + place.numel)))
+        for name in parts:
+            yield name, joined(parts[name])
+
+
+def flat_states(shards: list[dict], masters: str, optimizer: str, number: int) -> list[dict[str, Tensor]]:
+    """By rank, the flat tensors of one group of parameters: "fp32" and those of Adam, if it ever made a step."""
+    return [{"fp32": shard[masters][number], **shard[optimizer]["state"].get(number, {})} for shard in shards]
+
+
+def joined(parts: list[tuple[dict[str, Tensor], slice]]) -> dict[str, Tensor]:
+    """One parameter's state from slices of flat tensors; Adam's step, a number, is the same in all."""
+    first = parts[0][0]
+    keys = [key for key in first if first[key].dim()]
+    return {key: first[key] for key in first.keys() - keys} | {
+        key: torch.cat([state[key][part] for state, part in parts]) for key in keys
+    }
+
+
+def load_by_name(engine, point: ResumePoint) -> None:
+    """Load a checkpoint of another number of drafter ranks or another ZeRO stage into a new engine."""
+    import deepspeed
+
+    parameters = dict(engine.module.named_parameters())
+    for name, state in saved_parameters(point):
+        parameter = parameters.pop(name)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(state["fp32"].view_as(parameter))
+        if (place := own_part(engine, parameter)) is None:
+            continue
+        flat, here, part = place
+        adam = engine.optimizer.state[flat]  # a ZeRO optimizer passes on that of the one it wraps
+        for key, value in state.items():
+            if value.dim() == 0:
+                adam[key] = value.to(flat.device, copy=True)
+                continue
+            if key != "fp32" and key not in adam:
+                adam[key] = torch.zeros_like(flat)
+            whole = F.pad(value, (0, max(0, part.stop - len(value))))
+            (flat.data if key == "fp32" else adam[key]).view(-1)[here].copy_(whole[part])
+    if parameters:
+        raise UserError(f"cannot resume {point.folder}: {next(iter(parameters))} is missing in it")
+    engine.global_steps, engine.global_samples = point.step, point.step * engine.train_batch_size()
+
+
+def own_part(engine, parameter: nn.Parameter) -> Optional[tuple[Tensor, slice, slice]]:
+    """(the tensor with this rank's part of a parameter's fp32 master, where in it, which part of the parameter it is);
+    None where other ranks hold all of it."""
+    stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        return parameter, slice(0, parameter.numel()), slice(0, parameter.numel())
+    if stage == 3:
+        group, start, size = zero.grad_position[zero.get_param_id(parameter)]
+        first = dist.get_rank() * size
+        return zero.fp32_partitioned_groups_flat[group], slice(start, start + size), slice(first, first + size)
+    if (mapping := parameter._hp_mapping) is None:
+        return None
+    masters = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition  # bf16, ZeRO 1
+    here, part = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return (
+        masters[mapping.param_group_index],
+        slice(here.start, here.start + here.numel), slice(part.start, part.start + part.numel),
+    )  # fmt: skip
 
 
 def find_drafter_folder(name: str) -> Path:
@@ -3082,7 +4328,7 @@ def load_drafter(
 
 
 # ======================================================================================================================
-# 12. Monitor. In: the sums and spans of a step. Out: console, metrics.jsonl and TensorBoard, written by drafter 0.
+# 13. Monitor. In: the sums and spans of a step. Out: console, metrics.jsonl and TensorBoard, written by drafter 0.
 # ======================================================================================================================
 
 
@@ -3101,19 +4347,39 @@ def loss_figures(stats: Tensor, weight: float) -> dict:
     }
 
 
+def trained_figures(stats: Tensor, weights: list[float]) -> tuple[dict, list[bool]]:
+    """(`loss_figures` of the micro-batches that were not skipped, which were).
+
+    stats fp64 [1 + 2 * B + len(weights)], on the host: loss sum and `block_statistics` over those that were not, then 1
+    for each micro-batch that was. weights: the plan's, by micro-batch. The loss is None where all that weighs was left
+    out.
+    """
+    skipped = [flag > 0 for flag in stats[-len(weights) :].tolist()]
+    weight = sum(w for w, skip in zip(weights, skipped) if not skip)
+    figures = loss_figures(stats[: -len(weights)], weight)
+    if any(skipped) and weight == 0:
+        figures["loss"] = None
+    return figures, skipped
+
+
 @dataclass
 class StepRecord:
-    """One optimizer step as it was enqueued; its numbers are read a step later, when the device is done with them."""
+    """One optimizer step as it was enqueued; its numbers are read a step later, when the device is done with them.
+
+    Its loss is that of the micro-batches which were not skipped, over their own weights (the gradient was scaled by the
+    weight of all, known beforehand); None when none of them weighs. A step that was not taken has one all the same.
+    """
 
     step: int
     learning_rate: float
     noise_std: float
-    weight: float  # the plan's sum of loss weights over the global batch
+    weights: list[float]  # of the global batch: the plan's sum of loss weights, by micro-batch
     tokens: int  # of the global batch
     my_tokens: int  # of this drafter
-    stats: Tensor  # fp64 [1 + 2 * B], host: loss sum, then `block_statistics`, summed over the global batch
+    stats: Tensor  # see `trained_figures`; host, summed over the global batch
     ready: object  # CUDA event: `stats` has arrived
     grad_norm: object
+    taken: bool  # False: the gradient was not finite, so the weights were left as they were
     spans: dict[str, list[Span]]
     receive_wait_ms: float
     wall_s: float
@@ -3122,22 +4388,22 @@ class StepRecord:
     extras: dict[str, float]
 
     @functools.cached_property
-    def results(self) -> dict:
-        """`loss_figures` of the whole global batch."""
+    def results(self) -> tuple[dict, list[bool]]:
+        """`trained_figures` of the whole global batch."""
         if self.ready is not None:
             self.ready.synchronize()
-        return loss_figures(self.stats, self.weight)
+        return trained_figures(self.stats, self.weights)
 
     def figures(self) -> dict:
-        """Everything as plain numbers, under the names of metrics.jsonl and TensorBoard."""
+        """Everything as plain numbers, under the names of metrics.jsonl and TensorBoard; None: there is none."""
         ms = {name: sum(span.ms() for span in spans) for name, spans in self.spans.items()}
         forward_ms = self.target_times.get("forward", 0.0)
         target_ms = forward_ms + self.target_times.get("wait", 0.0)
         return {
             "step": self.step + 1,
-            **self.results,
+            **self.results[0],
             "learning_rate": self.learning_rate,
-            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "grad_norm": float(self.grad_norm) if self.taken and self.grad_norm is not None else None,
             "noise_std": self.noise_std,
             "tokens": self.tokens,
             "tokens_per_s": self.tokens / self.wall_s,
@@ -3157,6 +4423,21 @@ class StepRecord:
         }
 
 
+def shown(value: Optional[float], spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def metrics_until(path: Path, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to a step: not what an interrupted run wrote after its checkpoint, of which a kill
+    may have torn the last line."""
+    kept = []
+    for line in path.read_text(errors="replace").splitlines() if step > 0 and path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
+
+
 class Monitor:
     """Console, metrics.jsonl and TensorBoard. A resumed run appends after the step it resumes from."""
 
@@ -3168,10 +4449,9 @@ class Monitor:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_every = args.run.log_every
         path = folder / "metrics.jsonl"
-        kept = []
-        if first_step > 0 and path.exists():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        partial = folder / "metrics.jsonl.partial"  # a kill meanwhile must not cost the history
+        partial.write_text("".join(line + "\n" for line in metrics_until(path, first_step)))
+        partial.replace(path)
         self.file = path.open("a")
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         settings = "\n".join(f"    {key}: {value}" for key, value in args.flat().items())
@@ -3193,20 +4473,26 @@ class Monitor:
             elif key != "step" and value is not None:
                 self.writer.add_scalar(f"train/{key}", value, step)
         self.bar.update(1)
-        self.bar.set_postfix(loss=f"{figures['loss']:.3f}", accept=f"{figures['acceptance_length']:.2f}")
+        self.bar.set_postfix(loss=shown(figures["loss"], ".3f"), accept=f"{figures['acceptance_length']:.2f}")
         if step % self.log_every == 0:
-            norm = figures["grad_norm"]
+            micro_batches, steps = figures["skipped_micro_batches"], figures["skipped_steps"]
+            skips = f" skipped {micro_batches} micro-batches, {steps} steps" if micro_batches or steps else ""
             self.bar.write(
-                f"step {step} loss {figures['loss']:.4f} acceptance_length {figures['acceptance_length']:.3f} "
-                f"grad_norm {'-' if norm is None else format(norm, '.3f')} lr {figures['learning_rate']:.2e} "
+                f"step {step} loss {shown(figures['loss'], '.4f')} "
+                f"acceptance_length {figures['acceptance_length']:.3f} "
+                f"grad_norm {shown(figures['grad_norm'], '.3f')} lr {figures['learning_rate']:.2e} "
                 f"tokens/s {figures['tokens_per_s']:.0f} waits target {figures['target_wait_share']:.0%} "
-                f"drafter {figures['drafter_wait_share']:.0%}"
+                f"drafter {figures['drafter_wait_share']:.0%}{skips}"
             )
         if "held_out_loss" in figures:
             self.bar.write(
-                f"held out after step {step}: loss {figures['held_out_loss']:.4f} "
+                f"held out after step {step}: loss {shown(figures['held_out_loss'], '.4f')} "
                 f"acceptance_length {figures['held_out_acceptance_length']:.3f}"
             )
+
+    def to_disk(self) -> None:
+        """Before a checkpoint is written: a run that goes on from it finds the metrics of all its steps."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.bar.close()
@@ -3215,36 +4501,120 @@ class Monitor:
 
 
 # ======================================================================================================================
-# 13. Drafter rank. In: hidden states in slots. Out: optimizer steps, metrics, checkpoints.
+# 14. Drafter rank. In: hidden states in slots. Out: optimizer steps, metrics, checkpoints.
 # ======================================================================================================================
 
 
-class DrafterTrainer:
-    """One drafter rank: receives its micro-batches in order and trains on them under DeepSpeed."""
+@dataclass
+class MicroBatch:
+    """One micro-batch after the drafter's forward pass."""
 
-    def __init__(self, args, fabric, planner, engine, ends, receiver, config, stop_requested):
+    plan: BatchPlan
+    slot: Optional[Slot]  # None: it was not finite when it came
+    loss: Tensor  # weighted sum
+    blocks: Tensor  # `block_statistics`
+    flags: Optional[StageFlags]  # None once they are read: they keep large tensors alive
+    waited_s: float
+    found: bool = False  # a stage on this rank was not finite
+
+
+def warm_up_drafter(engine, ends, plan: BatchPlan, slot: Slot, config: DrafterConfig, args: Arguments) -> None:
+    """Train on one micro-batch of zeros and forget it: what compiles then does so at start, where the others wait for
+    this rank without limit. No gradient reaches DeepSpeed. Not under ZeRO 3, where nothing is compiled."""
+    if engine.zero_optimization_stage() == 3:
+        return
+    batch = DrafterBatch.from_plan(plan, config, slot.hidden.device)
+    features = torch.zeros_like(slot.hidden).view(slot.tokens, -1)
+    dpace_alpha = args.data.dpace_alpha if args.data.loss_weights == "dpace" else None
+    last = slot.verifier_last(plan.num_tokens)
+    loss, _ = micro_batch_loss(engine.module, ends, features, batch, last, dpace_alpha)
+    torch.autograd.grad(loss, list(engine.module.parameters()), allow_unused=True)
+
+
+class DrafterTrainer:
+    """One drafter rank: receives its micro-batches in order and trains on them under DeepSpeed.
+
+    What is not finite, with --on-nonfinite skip: a micro-batch that is bad before the drafter's forward pass goes
+    through it as one of weight 0, so that every drafter makes the same number of micro-steps. One that is bad from then
+    on makes the gradient bad, and a step with a bad gradient is taken by no drafter and does not move the learning
+    rate's schedule.
+    """
+
+    def __init__(self, args, fabric, planner, engine, ends, receiver, config, stop_requested, guard, faults):
         self.args, self.fabric, self.planner = args, fabric, planner
         self.engine, self.ends, self.receiver, self.config = engine, ends, receiver, config
-        self.stop_requested = stop_requested
+        self.stop_requested, self.guard, self.faults = stop_requested, guard, faults
         self.unsupervised = 0  # micro-batches without any trained slot, so far, on any rank
+        self.skipped_micro_batches = 0  # so far, on any rank
+        self.in_a_row = {"micro-batches": 0, "steps": 0}  # skipped, up to now
+        if engine.zero_optimization_stage() < 3:
+            guard.drafter_weights = self.own_weights
 
-    def micro_batch(self, plan: BatchPlan, spans: list[Span]) -> tuple[Slot, Tensor, Tensor, float]:
-        """Receive a micro-batch and run the drafter on it: (its slot, loss sum, `block_statistics`, seconds waited).
+    def counters(self) -> dict[str, int]:
+        """What is counted from the first step on, as a checkpoint keeps it: the same on every drafter."""
+        return {
+            "unsupervised_micro_batches": self.unsupervised, "skipped_micro_batches": self.skipped_micro_batches,
+            "skipped_steps": int(self.engine.skipped_steps),
+        } | {f"{what} in a row": count for what, count in self.in_a_row.items()}  # fmt: skip
 
-        `spans` receives the time of the forward pass.
-        """
-        batch = DrafterBatch.from_plan(plan, self.config, self.fabric.device)
+    def count_from(self, counters: dict[str, int]) -> None:
+        """Go on counting from a checkpoint's `counters`."""
+        self.unsupervised = counters.get("unsupervised_micro_batches", 0)
+        self.skipped_micro_batches = counters.get("skipped_micro_batches", 0)
+        self.engine.skipped_steps = counters.get("skipped_steps", 0)
+        self.in_a_row = {what: counters.get(f"{what} in a row", 0) for what in self.in_a_row}
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """The drafter's weights as this rank holds them, on the host."""
+        named = self.engine.module.named_parameters()
+        return {name.replace("_orig_mod.", ""): p.detach().cpu().clone() for name, p in named}
+
+    def micro_batch(self, plan: BatchPlan, spans: list[Span]) -> MicroBatch:
+        """Receive a micro-batch and run the drafter on it. `spans` receives the time of the forward pass."""
+        device, data, flags = self.fabric.device, self.args.data, StageFlags()
+        self.fabric.board.now(f"drafter forward pass of micro-batch {plan.m}")
+        batch = DrafterBatch.from_plan(plan, self.config, device)
+        self.faults.before_forward(plan.m, device)
         waiting = time.perf_counter()
         slot = self.receiver.get(plan.m)
         waited_s = time.perf_counter() - waiting
-        span, data = Span(self.fabric.device), self.args.data
-        features = drafter_features(slot, plan, self.args.pipeline.split_fc_layers)
-        loss, blocks = micro_batch_loss(
-            self.engine, self.ends, features, batch, slot.verifier_last(plan.num_tokens),
-            data.dpace_alpha if data.loss_weights == "dpace" else None,
-        )  # fmt: skip
+        span = Span(device)
+        if slot is None:
+            batch = DrafterBatch.from_plan(plan.unsupervised(), self.config, device)
+            features, last = self.receiver.empty_states()
+        else:
+            slot = self.faults.release_early(self.receiver.ring, slot, plan.m)
+            features = drafter_features(slot, plan, self.args.pipeline.split_fc_layers)
+            last = slot.verifier_last(plan.num_tokens)
+        bad = flags.watch("drafter input", features, last)
+        if self.guard.skips:  # 0 * NaN is NaN: the bad numbers themselves must go, not only their weights
+            features, batch.weights = torch.where(bad, 0, features), torch.where(bad, 0, batch.weights)
+            last = None if last is None else torch.where(bad, 0, last)
+        self.faults.before_drafter(self.engine.module, plan.m)
+        alpha = data.dpace_alpha if data.loss_weights == "dpace" else None
+        loss, blocks = micro_batch_loss(self.engine, self.ends, features, batch, last, alpha, flags.watch)
+        flags.watch("loss", loss)
+        flags.send()
         spans.append(span.end())
-        return slot, loss, blocks, waited_s
+        return MicroBatch(plan, slot, loss, blocks, flags, waited_s)
+
+    def settle(self, batch: MicroBatch) -> bool:
+        """Whether all its stages were finite; its slot is free afterwards. Raises NonFiniteError unless bad ones are
+        skipped.
+
+        Waits for the forward pass, while the backward pass is already enqueued behind it.
+        """
+        bad, slot = batch.flags.first_bad(), batch.slot
+        batch.flags, batch.found = None, bad is not None
+        if bad is not None:
+            stage, tensors = bad
+            finding = self.guard.find_on_drafter(stage, batch.plan, tensors)
+            layers = [] if slot is None else slot.layers(batch.plan.num_tokens, self.args.pipeline.split_fc_layers)
+            states = [] if slot is None else self.guard.named(layers, slot.verifier_last(batch.plan.num_tokens))
+            self.guard.report(finding, batch.plan, states, tensors[0] if stage == "drafter input" else None)
+        if slot is not None:
+            self.receiver.release(slot)
+        return bad is None and slot is not None
 
     def mine(self, numbers: range) -> list[BatchPlan]:
         """The plans among `numbers` that this rank works on."""
@@ -3255,16 +4625,41 @@ class DrafterTrainer:
     def evaluate(self, numbers: range) -> dict:
         """Loss and acceptance estimate on the held-out documents: fixed micro-batches, fixed anchors, no noise."""
         self.engine.eval()
-        stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=self.fabric.device)
+        stats = self.empty_stats(numbers)
         for plan in self.mine(numbers):
-            slot, loss, blocks, _ = self.micro_batch(plan, [])
-            self.receiver.release(slot)
-            stats += torch.cat([loss.double()[None], blocks])
+            batch = self.micro_batch(plan, [])
+            self.add_to(stats, numbers, batch, self.settle(batch))
+        self.fabric.board.now("evaluation, with the other drafters", self.fabric.topology.role_peers())
         dist.all_reduce(stats)
         self.engine.train()
         self.receiver.target_times = defaultdict(float)  # the next step's shares are its own
-        figures = loss_figures(stats.cpu(), self.planner.weight(numbers))
+        figures, skipped = trained_figures(stats.cpu(), [self.planner.plan(m).weight_sum for m in numbers])
+        self.count_in_a_row("micro-batches", skipped, start=0)
+        figures["skipped_micro_batches"] = sum(skipped)
         return {f"held_out_{name}": value for name, value in figures.items()}
+
+    def empty_stats(self, numbers: range) -> Tensor:
+        """Zeros for what `trained_figures` reads."""
+        size = 1 + 2 * self.config.block_size + len(numbers)
+        return torch.zeros(size, dtype=torch.float64, device=self.fabric.device)
+
+    def add_to(self, stats: Tensor, numbers: range, batch: MicroBatch, finite: bool) -> None:
+        """Add a micro-batch of `numbers` to their statistics; one that is not finite, only to the skipped ones."""
+        if finite:
+            stats[: -len(numbers)] += torch.cat([batch.loss.detach().double()[None], batch.blocks])
+        else:
+            stats[batch.plan.m - numbers.stop] = 1
+
+    def count_in_a_row(self, what: str, skipped: list[bool], start: int) -> int:
+        """How many of `what` were skipped in a row up to the end of a stretch, with `start` before it.
+
+        Raises NonFiniteError at --max-skips.
+        """
+        for skip in skipped:
+            start = start + 1 if skip else 0
+            if start == self.args.run.max_skips:
+                raise NonFiniteError(f"{start} {what} in a row were not finite and skipped (--max-skips {start})")
+        return start
 
     def train_step(self, step: int) -> StepRecord:
         """Consume this rank's micro-batches of a step and update the weights.
@@ -3272,41 +4667,38 @@ class DrafterTrainer:
         The loss of a micro-batch is divided by the plan's weight of the whole global batch and multiplied by the number
         of drafters, because DeepSpeed averages gradients over ranks; it is told not to divide by the accumulation.
         """
-        args, device = self.args, self.fabric.device
+        args, device, board, peers = self.args, self.fabric.device, self.fabric.board, self.fabric.topology.role_peers()
         started, waited_s = time.perf_counter(), 0.0
-        learning_rate = learning_rate_at(step, self.planner.total_steps, args.optimization)
+        skipped_before = self.engine.skipped_steps
+        learning_rate = learning_rate_at(step - skipped_before, self.planner.total_steps, args.optimization)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         numbers = self.planner.micro_batches(step)
         plans, mine, weight = [self.planner.plan(m) for m in numbers], self.mine(numbers), self.planner.weight(numbers)
         self.unsupervised += sum(plan.num_anchors == 0 for plan in plans)
-        stats = torch.zeros(1 + 2 * self.config.block_size, dtype=torch.float64, device=device)
+        stats, found = self.empty_stats(numbers), False
         spans, queue_depth = defaultdict(list), self.receiver.ready.qsize()
         for plan in mine:
-            slot, loss, blocks, waited = self.micro_batch(plan, spans["forward"])
-            waited_s += waited
+            batch = self.micro_batch(plan, spans["forward"])
+            waited_s += batch.waited_s
+            board.now(f"backward pass of micro-batch {plan.m} in step {step + 1}, with the other drafters", peers)
             span = Span(device)
             scale = self.fabric.topology.num_drafters / weight if weight > 0 else 0.0
-            self.engine.backward(loss * scale, scale_wrt_gas=False)
+            self.engine.backward(batch.loss * scale, scale_wrt_gas=False)
             spans["backward"].append(span.end())
-            self.receiver.release(slot)
-            stats += torch.cat([loss.detach().double()[None], blocks])
+            self.add_to(stats, numbers, batch, self.settle(batch))
+            found |= batch.found
             span = Span(device)
-            if plan is mine[-1] and self.engine.zero_optimization_stage() == 0:  # DeepSpeed keeps no norm there
-                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters()])
-            self.engine.step()
+            grad_norm = self.apply_step(last=plan is mine[-1])
             spans["step"].append(span.end())
-        if self.engine.zero_optimization_stage() > 0:
-            grad_norm = self.engine.get_global_grad_norm()
+        if not (taken := self.engine.skipped_steps == skipped_before):
+            self.explain_skipped_step(mine, found, grad_norm)
         dist.all_reduce(stats)
-        host, ready = stats, None
-        if device.type == "cuda":
-            host, ready = torch.empty_like(stats, device="cpu", pin_memory=True), torch.cuda.Event()
-            host.copy_(stats, non_blocking=True)
-            ready.record()
+        host, ready = to_host(stats)
         times, self.receiver.target_times = self.receiver.target_times, defaultdict(float)
         extras = {
             "skipped_steps": int(self.engine.skipped_steps),
+            "skipped_micro_batches": self.skipped_micro_batches,  # up to the step before: `count_skips` adds this one's
             "unsupervised_micro_batches": self.unsupervised,
             "dropped_rows": sum(self.planner.documents.dropped.values()),
             "epoch": self.planner.locate_pack((step + 1) * len(plans) - 1)[0],
@@ -3315,10 +4707,39 @@ class DrafterTrainer:
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         extras["memory_gb"] = peak / 1e9  # of this rank: peak on its GPU, or of its process
         return StepRecord(
-            step, learning_rate, plans[0].noise_std, weight, sum(p.num_tokens for p in plans),
-            sum(p.num_tokens for p in mine), host, ready, grad_norm, spans, waited_s * 1e3,
+            step, learning_rate, plans[0].noise_std, [p.weight_sum for p in plans], sum(p.num_tokens for p in plans),
+            sum(p.num_tokens for p in mine), host, ready, grad_norm, taken, spans, waited_s * 1e3,
             time.perf_counter() - started, queue_depth, times, extras,
         )  # fmt: skip
+
+    def apply_step(self, last: bool):
+        """One micro-step of DeepSpeed; with the `last` of a step the weights move, and the gradient's norm is returned.
+
+        Where that is not finite, no drafter's weights move and each counts one more in `engine.skipped_steps`.
+        """
+        engine, grad_norm = self.engine, None
+        if last and engine.zero_optimization_stage() == 0:  # DeepSpeed keeps no norm there, and takes every step
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters()])
+            if not math.isfinite(grad_norm):
+                engine.optimizer.step = lambda: None  # hides the method of its class, this once
+                engine.skipped_steps += 1
+        engine.step()
+        vars(engine.optimizer).pop("step", None)
+        if last and engine.zero_optimization_stage() > 0:
+            grad_norm = engine.get_global_grad_norm()
+        return grad_norm
+
+    def explain_skipped_step(self, mine: list[BatchPlan], found: bool, grad_norm) -> None:
+        """Report the gradient of a step that was not taken, unless any drafter `found` an earlier stage to be bad.
+
+        Without --on-nonfinite skip such a drafter has ended the run, and its line is the first cause: others wait here.
+        """
+        flag = torch.tensor([int(found)])
+        self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
+        if flag.item() == 0:
+            for plan in mine:
+                step = self.planner.locate(plan.m)[0]
+                self.guard.report(Finding("gradient", self.guard.rank, plan.m, step, f"norm {float(grad_norm)}"), plan)
 
     def must_stop(self) -> bool:
         """Whether any drafter was asked to stop, by a signal of its own or one that a target saw; agreed by all."""
@@ -3327,31 +4748,38 @@ class DrafterTrainer:
         self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
-    def check_finite(self, record: StepRecord) -> None:
-        """Raise when a step's loss or gradient norm is not finite, so that it is never saved."""
-        norm = record.grad_norm
-        loss = record.results["loss"]
-        if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
-            numbers = self.planner.micro_batches(record.step)
-            raise RuntimeError(
-                f"step {record.step + 1} is not finite: loss {loss}, gradient norm {norm} "
-                f"(micro-batches {numbers.start} to {numbers.stop - 1}); nothing was saved since"
-            )
+    def count_skips(self, record: StepRecord) -> None:
+        """Count what a step left out, alike on every drafter. Raises NonFiniteError at --max-skips in a row."""
+        skipped, rows = record.results[1], self.in_a_row
+        self.skipped_micro_batches += sum(skipped)
+        record.extras["skipped_micro_batches"] = self.skipped_micro_batches
+        rows["micro-batches"] = self.count_in_a_row("micro-batches", skipped, rows["micro-batches"])
+        rows["steps"] = self.count_in_a_row("steps", [not record.taken], rows["steps"])
+
+    def check_weights(self) -> None:
+        """Raise NonFiniteError, naming the first, where a weight is not finite: nothing of the kind is ever saved."""
+        import deepspeed
+
+        for name, parameter in self.engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+                if not math.isfinite(largest(parameter)):
+                    raise NonFiniteError(f"drafter weight {name.replace('_orig_mod.', '')} is not finite: not saved")
 
     def train(self, first_step: int, identity: dict) -> None:
         """Steps up to the last, or up to where a signal ends the run; the step reached is always saved."""
-        args, total = self.args, self.planner.total_steps
+        args, board, total = self.args, self.fabric.board, self.planner.total_steps
         monitor = Monitor(args, first_step, total) if self.fabric.topology.role_rank == 0 else None
         pending, step, saved = None, first_step, first_step
 
         def settle(record: Optional[StepRecord]) -> None:
             if record is not None:
-                self.check_finite(record)
+                self.count_skips(record)
                 if monitor is not None:
                     monitor.write(record)
 
         while step < total:
             record = self.train_step(step)
+            board.now(f"end of step {step + 1}, with the other drafters", self.fabric.topology.role_peers())
             settle(pending)
             pending, step = record, step + 1
             if numbers := self.planner.evaluation_after(step):
@@ -3361,13 +4789,20 @@ class DrafterTrainer:
             if due or stop or step == total:
                 settle(pending)
                 pending = None
-                path = save_checkpoint(self.engine, step, args, identity, self.config)
+                board.now(f"saving step {step}", may_last=True)
+                self.check_weights()
+                self.faults.before_save(self.planner.micro_batches(step - 1).stop - 1)
+                if monitor is not None:
+                    monitor.to_disk()
+                counters = self.counters()
+                path = save_checkpoint(self.engine, step, args, identity, self.config, self.fabric, counters)
                 saved = step
                 if monitor is not None and (stop or step == total):
                     monitor.bar.write(f"checkpoint: {path}")
             if stop:
                 break
         settle(pending)
+        board.now("ending the streams", HELPER)
         self.receiver.finish()
         if monitor is not None:
             if saved < total:
@@ -3376,7 +4811,7 @@ class DrafterTrainer:
 
 
 # ======================================================================================================================
-# 14. Main. In: a command line. Out: this rank in its role, until the end of the run or of its first failure.
+# 15. Main. In: a command line. Out: this rank in its role, until the end of the run or of its first failure.
 # ======================================================================================================================
 
 
@@ -3402,7 +4837,8 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
 
 def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested: threading.Event) -> None:
     """Everything after the flags: shared start, then this rank's role to its end."""
-    device = fabric.device
+    device, faults = fabric.device, FaultInjector(args.pipeline, topology)
+    fabric.board.now("reading settings, tokenizer and data", may_last=True)
     target_config = load_target_config(args.target)
     settle_target_dtype(args.target, target_config, device)
     text_config = target_config.get_text_config()
@@ -3418,44 +4854,57 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
         held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval")
     planner = Planner(documents, args, topology.num_drafters, held_out)
     identity = run_identity(args, documents, config, topology.num_drafters)
-    checkpoint = find_checkpoint(args.run)
-    first_step = read_resume_step(checkpoint, identity)
+    resumed = choose_checkpoint(args, identity, fabric)
+    first_step = resumed.step if resumed else 0
     course = {"first step": first_step, "steps": planner.total_steps, "shared GPUs": fabric.shares_gpus,
               "held-out data": held_out and held_out.fingerprint, "eval_every": args.data.eval_every}  # fmt: skip
     fabric.check_same_everywhere(identity | course)
     fabric.connect()
+    fabric.board.now("loading and warming up the model", may_last=True)
 
     with_last = args.data.loss == "kl"
     ring = SlotRing(
-        args.pipeline.prefetch_depth, args.pipeline.transport_timeout, tokens=planner.tokens,
+        args.pipeline.prefetch_depth, tokens=planner.tokens,
         num_layers=len(config.target_layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
-        dtype=target_config.dtype, device=device, staged=fabric.shares_gpus,
+        dtype=target_config.dtype, device=device, staged=fabric.shares_gpus, poison=args.pipeline.poison_slots,
     )  # fmt: skip
+    guard = Guard(args, topology, planner, config)
+    faults.check_end(planner.end_m)
     first_m = planner.first_m(first_step)
     if topology.role == "target":
         model = load_target(args.target, target_config, device)
         runner = TargetRunner(model, config.target_layer_ids, with_last, device)
         del model  # the LM head and unread layers go
-        run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested)
+        runner.warm_up(planner, first_m, topology)
+        fabric.start()
+        run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults)
         return
     if topology.role_rank == 0:
         announce(args, topology, device, planner, config, first_step)
     ends = load_frozen_ends(args.target, target_config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     engine = build_engine(build_drafter(config, args), args, fabric)
-    if checkpoint is not None:
-        load_checkpoint(engine, checkpoint)
-    receiver = HiddenStateReceiver(fabric, ring, planner, first_m, args.pipeline)
-    DrafterTrainer(args, fabric, planner, engine, ends, receiver, config, stop_requested).train(first_step, identity)
+    if resumed is not None:
+        load_checkpoint(engine, resumed)
+    if first_m < planner.end_m:
+        warm_up_drafter(engine, ends, planner.plan(first_m), ring.slots[0], config, args)
+    fabric.start()
+    receiver = HiddenStateReceiver(fabric, ring, planner, first_m, args.pipeline, guard)
+    trainer = DrafterTrainer(args, fabric, planner, engine, ends, receiver, config, stop_requested, guard, faults)
+    if resumed is not None:
+        trainer.count_from(resumed.counters)
+    trainer.train(first_step, identity)
 
 
 def request_stop_on_signals() -> threading.Event:
     """An event that SIGTERM, SIGUSR1 and the first Ctrl-C set: finish the step, save, exit 0."""
-    requested = threading.Event()
+    requested, seen = threading.Event(), []
 
     def handler(number, frame):
-        if requested.is_set() and number == signal.SIGINT:
+        if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        requested.set()
+        if not seen:
+            seen.append(number)  # first: a signal that comes while the event is being set must not wait for its lock
+            requested.set()
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, handler)
@@ -3465,26 +4914,28 @@ def request_stop_on_signals() -> threading.Event:
 def main() -> int:
     topology = board = None
     try:
+        faulthandler.enable()  # a crash in native code shows where it was
         args = parse_arguments()
         topology = read_topology(args.pipeline.num_target_ranks)
+        store, board_store = open_store(topology, args.pipeline.transport_timeout)
+        board = FailureBoard(topology, board_store, args.pipeline.transport_timeout)
+        stop_requested = request_stop_on_signals()
         device, shares_gpus = choose_device(args.pipeline.device, topology)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         choose_target(args.target)
-        stop_requested = request_stop_on_signals()
-        fabric = Fabric(topology, device, shares_gpus, args.pipeline.transport_timeout)
-        board = FailureBoard(fabric.attempt, topology)
+        fabric = Fabric(topology, device, shares_gpus, store, board)
         run_role(args, topology, fabric, stop_requested)
         fabric.close()
-        board.finished.set()
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        if not isinstance(error, (UserError, TransportError)):
+        if not isinstance(error, (UserError, TransportError, NonFiniteError)) and not PEER_GONE.search(str(error)):
             traceback.print_exc()
         who = f"[{topology}] " if topology else ""
-        cause = f"{who}{first_line(error)}"
-        first = board.report(cause) if board else cause
-        print(f"{who}error: {first_line(error)}" if first == cause else f"{who}stopping: {first}", file=sys.stderr, flush=True)
+        cause = board.report(error) if board else f"{who}{first_line(error)}"
+        own = cause.startswith(who)
+        line = f"{who}error: {cause.removeprefix(who)}" if own else f"{who}stopping: {cause}"
+        print(f"\n{line}" if board else line, file=sys.stderr, flush=True)  # a progress bar may stand in the last line
         os._exit(1)  # no destructor may wait for a peer that is gone
 
 

@@ -162,7 +162,7 @@ def sent_slot(case: Case, split: bool, cuts: list[int], swap: bool) -> pipeline.
     sender = pipeline.HiddenStateSender.__new__(pipeline.HiddenStateSender)
     sender.args = pipeline.PipelineArguments(split_fc_layers=split)
     sender.device, sender.stop_requested = torch.device(case.device), threading.Event()
-    sender.ring = pipeline.SlotRing(0, 1.0)
+    sender.ring = pipeline.SlotRing(0)
     slot = dirty_slot(case)
     slot.owner = "filling"
     shots = [(case.capture(slice(a, b)), slice(a, b)) for a, b in zip(cuts, cuts[1:])]

@@ -97,6 +97,7 @@ class Run:
     asynchronous: bool
     split: bool
     fault: Optional[str] = None
+    patch: str = ""  # Python over the name `pipeline`, see `write_wrapper`
     metrics: tuple = ()
     weights: Optional[dict] = None
 
@@ -112,8 +113,8 @@ class Run:
         """Run the pipeline and read what it wrote; raises RuntimeError with the end of its log if it fails."""
         folder.mkdir(parents=True)
         script = REPOSITORY / "train_dflash_pipeline.py"
-        if self.fault:
-            script = write_wrapper(folder / "with_fault.py", FAULTS[self.fault])
+        if patch := self.patch + FAULTS.get(self.fault, ""):
+            script = write_wrapper(folder / "patched.py", patch)
         switches = [f"--{flag}" if on else f"--no-{flag}" for flag, on in
                     (("async-postprocess", self.asynchronous), ("split-fc-layers", self.split))]  # fmt: skip
         flags = [*flags, *switches, "--num-target-ranks", str(self.targets), "--output-dir", str(folder / "out")]

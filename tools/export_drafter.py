@@ -19,7 +19,6 @@ the weights says which target the drafter was trained for.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import shlex
@@ -98,27 +97,11 @@ def frozen_copies(ends: pipeline.FrozenEnds) -> dict[str, Tensor]:
 
 
 def target_record(target: pipeline.TargetArguments, origin: dict, target_config) -> dict:
-    """What tells the target of this drafter from another: name, dtypes, and hashes of its config and its weights.
-
-    weights_sha256 covers names, dtypes and shapes of all tensors and the values of its vectors (norms, biases): cheap
-    at any size, and different after a fine-tune.
-    """
-    from safetensors import safe_open
-    from transformers.utils import cached_file
-
+    """What tells the target of this drafter from another: name, dtypes, and `pipeline.target_hashes`."""
     record = {"name": target.target, "dtype": target.target_dtype, "trained_on": origin.get("target_dtype")}
     if target.target in pipeline.RANDOM_TARGETS:
         return record | {"config_sha256": None, "weights_sha256": None}
-    config_bytes = Path(cached_file(target.target, "config.json")).read_bytes()
-    digest, files = hashlib.sha256(), pipeline.safetensors_index(target.target)
-    for path in sorted(set(files.values())):
-        with safe_open(path, "pt") as file:
-            for name in sorted(file.keys()):
-                part = file.get_slice(name)
-                digest.update(f"{name} {part.get_dtype()} {part.get_shape()}\n".encode())
-                if len(part.get_shape()) == 1:
-                    digest.update(file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
-    return record | {"config_sha256": hashlib.sha256(config_bytes).hexdigest(), "weights_sha256": digest.hexdigest()}
+    return record | pipeline.target_hashes(target.target)
 
 
 def write_folder(folder: Path, values: dict, weights: dict[str, Tensor], record: dict) -> None:
