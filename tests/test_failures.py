@@ -455,3 +455,13 @@ def test_a_soak_seed_gives_one_case_with_valid_flags(tmp_path):
             cases.append((flags, [vars(run) for run in runs], own_flags, files))
         assert cases[0] == cases[1]
         assert (runs[0].targets, runs[0].asynchronous, runs[0].split, runs[0].patch) == (1, False, False, "")
+
+
+def test_gloo_binds_to_the_interface_that_is_named(monkeypatch):
+    """Groups made directly obey GLOO_SOCKET_IFNAME as torch's own do; an interface that is not there is one clear line."""
+    fabric = pipeline.Fabric(pipeline.Topology(0, 2, 0, 2, 1), torch.device("cpu"), False, dist.HashStore(), board=None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert fabric._gloo("a", 0, 1).size() == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(pipeline.TransportError, match="nosuch0; where hosts have several networks, GLOO_SOCKET_IFNAME"):
+        fabric._gloo("b", 0, 1)

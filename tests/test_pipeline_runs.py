@@ -561,7 +561,7 @@ def mistakes(work, data):
     ("missing file", "nowhere.jsonl: no such file"),
     ("no drafters", "--num-target-ranks 2 of 2 ranks leaves 0 drafter ranks"),
     ("one rank", "one rank cannot hold both roles"),
-    ("no GPU", "--device cuda: 2 ranks on this host, but 0 GPUs"),
+    ("no GPU", "--device cuda: 1 ranks of one role on this host, but 0 GPUs"),
     ("mask token", "--mask-token-id 320: the target's embedding has rows 0 to 319"),
     ("broken line", "broken.jsonl, line 2: not valid JSON"),
     ("no template", "has no chat template"),
