@@ -2442,7 +2442,8 @@ class Slot:
         self.last = torch.zeros(tokens * hidden_size, dtype=dtype, device=device) if with_last else None
         self.in_use = torch.cuda.Event() if torch.device(device).type == "cuda" else None  # the owner's last kernel
         whole = self.messages(tokens) if staged else []
-        self.host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in whole]
+        pinned = self.in_use is not None
+        self.host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in whole]
 
     def joined(self, n: int) -> Tensor:
         """The packed form: [n, K*H]."""

@@ -640,6 +640,24 @@ def test_split_and_joined_views_share_a_slots_memory():
     assert slot.checksum(3) == before
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_payload_crosses_through_host_memory_or_directly(staged):
+    """What a target packed is what a drafter reads, and nothing beyond the announced tokens is touched."""
+    shape = dict(num_layers=2, hidden_size=3, with_last=True, dtype=torch.bfloat16, device="cpu", staged=staged)
+    sent, received = (pipeline.Slot(0, 5, **shape) for _ in range(2))
+    for number, part in enumerate((sent.hidden, sent.last)):
+        part.copy_(torch.arange(len(part)) + 100 * number)
+    received.poison()
+    sent.stage_out(4)
+    for there, here in zip(received.wire(4), sent.wire(4), strict=True):
+        assert (there.data_ptr() != received.hidden.data_ptr()) or not staged
+        there.copy_(here)
+    received.stage_in(4)
+    for mine, theirs in zip(received.payload(4), sent.payload(4), strict=True):
+        assert torch.equal(mine, theirs)
+    assert received.hidden[4 * 6 :].isnan().all() and received.last[4 * 3 :].isnan().all()
+
+
 def topologies():
     for targets, drafters in itertools.product(range(1, 9), range(1, 9)):
         size = targets + drafters
