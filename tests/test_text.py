@@ -471,7 +471,7 @@ ODD_FILES = {  # name: (content, supervised stretches by document, dropped)
     "odd values": ([{"messages": [USER, ANSWERED], "tools": "[]"}, {"messages": [USER, ANSWERED], "tools": 7},
                     {"messages": [USER, {"role": "assistant", "tool_calls": "f()"}]},
                     {"messages": [USER, {"role": "assistant", "tool_calls": [None, 3]}]}],
-                   [], {"refused by the chat template": 4}),
+                   [], {"refused by the chat template": 3, "with tool calls that are no list": 1}),
 }  # fmt: skip
 ODD_TEMPLATE = pipeline.CHATML.replace(
     "{{ message.content }}",
