@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import train_dflash_pipeline as pipeline
@@ -35,10 +36,11 @@ def test_files_it_names_exist():
 
 
 def test_every_tool_is_named_and_prints_its_help():
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def show_help(tool: Path):
+        return subprocess.run([sys.executable, tool, "--help"], capture_output=True, text=True, timeout=300)
+
     tools = sorted((ROOT / "tools").glob("*.py"))
-    shown = [subprocess.Popen([sys.executable, tool, "--help"], **pipes) for tool in tools]
-    for tool, process in zip(tools, shown):
-        assert f"tools/{tool.name}" in README
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0 and "usage" in out, err
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for tool, shown in zip(tools, pool.map(show_help, tools)):
+            assert f"tools/{tool.name}" in README
+            assert shown.returncode == 0 and "usage" in shown.stdout, shown.stderr
