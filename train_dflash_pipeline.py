@@ -79,6 +79,10 @@ class UserError(Exception):
     """A mistake the user can mend. Shown as one line, without a traceback."""
 
 
+class NonFiniteError(RuntimeError):
+    """A number that is not finite, or too many of them in a row: a message of one line that says where."""
+
+
 # ======================================================================================================================
 # 1. Settings. In: command line and YAML. Out: one checked dataclass per group of flags.
 # ======================================================================================================================
@@ -2068,10 +2072,6 @@ def to_host(tensor: Tensor):
 # The stages in order: captured layer and packed (on a target); received, drafter input, drafter output, loss and gradient
 # (on a drafter). What always runs is one norm a stage, read where the host waits anyway. Only when it is not finite is
 # anything searched, copied or written.
-
-
-class NonFiniteError(RuntimeError):
-    """A number that is not finite, or too many of them in a row: a message of one line that says where."""
 
 
 def largest(*tensors: Optional[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import train_dflash_pipeline as pipeline
 from pipeline_runner import REPOSITORY, SMALL, Case, run_cases
-from test_pipeline_runs import SPARSE, make_planner, plain_reference
+from test_pipeline_runs import make_planner, plain_reference
 
 import replay_dump
 from check_pipeline_equiv import last_weights, write_small_data
