@@ -226,7 +226,7 @@ class PipelineArguments:
         "hidden states then pass through host memory.",
         choices=["auto", "cuda", "cpu"],
     )
-    compile: bool = setting(True, "Compile the drafter's layers (CUDA only).")
+    compile: bool = setting(True, "Compile the drafter and its loss (CUDA only; not under ZeRO 3).")
     poison_slots: bool = setting(
         False, "Fill released slots with NaN, so that memory used after its release shows at once. For debugging."
     )
@@ -661,13 +661,18 @@ class FailureBoard:
                 self.stages[thread] = outer
 
     def state(self) -> Stage:
-        """What this rank does: its main thread's stage, or what that one's helper awaits."""
+        """What this rank does and awaits: its main thread, or the transfer thread that this one awaits."""
+        main, helper = self._threads()
+        if main.awaits == HELPER:
+            helper = helper or Stage("its transfer thread is at work")
+            return Stage(f"{main.what} ({helper.what})", helper.awaits, main.may_last or helper.may_last, main.rounds)
+        beside = f", its transfer thread at: {helper.what}" if helper else ""
+        return dataclasses.replace(main, what=main.what + beside)
+
+    def _threads(self) -> tuple[Stage, Optional[Stage]]:
+        """The stages of the main and of the transfer thread, which has one only while it awaits another rank."""
         stages = dict(self.stages)
-        main = stages.pop(threading.main_thread().name)
-        if main.awaits != HELPER:
-            return main
-        helper = next(iter(stages.values()), Stage("its transfer thread is at work"))
-        return Stage(f"{main.what} ({helper.what})", helper.awaits, main.may_last or helper.may_last, main.rounds)
+        return stages.pop(threading.main_thread().name), next(iter(stages.values()), None)
 
     def _publish(self) -> None:
         state = self.state()
@@ -710,17 +715,20 @@ class FailureBoard:
         return f"no sign of life for {limit_s:.0f} s from {self.describe(self.next_rank, sign)}"
 
     def _overdue(self) -> Optional[str]:
-        """Why this rank's wait for others is over, if it is."""
-        state = self.state()
-        waited_s = state.rounds * ROUND_S
-        if state.may_last or not state.awaits or waited_s <= self.timeout_s:
+        """Why a wait of this rank for others is over, if one is: of its main thread or of its transfer thread (a
+        payload that never ends can hold the GPU, and with it the main thread, in a call that awaits nobody)."""
+        main, helper = self._threads()
+        waits = [] if main.may_last else [self.state(), *([helper] if helper else [])]
+        late = [w for w in waits if w.awaits and not w.may_last and w.rounds * ROUND_S > self.timeout_s]
+        if not late:
             self.signs = None
             return None
         self.signs = self.signs or LifeSigns(self.store)
         signs = {rank: self.signs.look(rank) for rank in range(self.topology.world_size)}
-        if waited_s <= self.timeout_s + ASLEEP_ROUNDS * ROUND_S:  # so many looks it takes to tell who is asleep
-            return None
-        return self._blame(state, signs)
+        for wait in late:  # so many more looks it takes to tell who is asleep
+            if wait.rounds * ROUND_S > self.timeout_s + ASLEEP_ROUNDS * ROUND_S and (cause := self._blame(wait, signs)):
+                return cause
+        return None
 
     def _blame(self, state: Stage, signs: dict[int, tuple[dict, int]]) -> Optional[str]:
         """Follow who awaits whom from this rank to those that await nobody; None where they are at work or may last."""
@@ -929,6 +937,9 @@ class Fabric:
         leaving = threading.Timer(60, os._exit, (0,))  # all is done and saved: nothing may hold this process back now
         leaving.daemon = True
         leaving.start()
+        for link in self.links.values():
+            if self.device.type == "cuda" and not self.shares_gpus:
+                link.payload.shutdown()
         self.links.clear()
         dist.destroy_process_group()
 
@@ -1799,6 +1810,7 @@ class FrozenEnds(nn.Module):
         self.register_buffer("head_weight", head)
         self.norm = norm.requires_grad_(False)
         self.embed_scale, self.softcap = embed_scale, softcap
+        self.compiled = False  # whether the loss over the head is to run compiled
 
     def embed(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.embedding)
@@ -2054,6 +2066,21 @@ class Span:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy from the host without waiting: through pinned memory, which the allocator keeps until the copy is done."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def compiled(code, dynamic: bool = False):
+    """A compiled function, or a module compiled in place; its kernels round alike in every run and on every rank.
+
+    Inductor else tunes reductions by timing: of five processes that computed one gradient on an H200 (torch 2.11), one
+    rounded otherwise throughout and three in their first pass. With `deterministic` all were equal bit for bit.
+    """
+    import torch._inductor.config
+
+    torch._inductor.config.deterministic = True
+    if isinstance(code, nn.Module):
+        code.compile(dynamic=dynamic)
+        return code
+    return torch.compile(code, dynamic=dynamic)
 
 
 def to_host(tensor: Tensor):
@@ -3196,7 +3223,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 @functools.cache
 def compiled_flex_attention():
-    return torch.compile(flex_attention, dynamic=False)
+    return compiled(flex_attention)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -3460,40 +3487,68 @@ def dpace_weights(probability: Tensor, supervised: Tensor, alpha: float) -> Tens
     return reach.flip(1).cumsum(1).flip(1) * supervised
 
 
-class FrozenHeadLoss(torch.autograd.Function):
-    """Weighted sum of per-row losses against a frozen head, whose gradient is computed in the forward pass by chunks.
+def head_rows(logits: Tensor, target_logits: Optional[Tensor], labels: Tensor, weights: Tensor,
+              softcap: Optional[float], dpace_alpha: Optional[float]):  # fmt: skip
+    """(weighted loss sum fp32 [], argmax int64 [R], gradient by the logits [R, V]) of the rows of whole blocks.
 
-    No [R, V] tensor outlives a chunk, and the backward pass is one multiplication. Cross-entropy with `labels`, or the
-    KL divergence from softmax(target_logits(rows)) where `target_logits` is given. `reweigh(losses, weights)`, where
-    given, makes a chunk's final weights from its cross-entropies; then `chunk` holds whole blocks.
+    logits, target_logits [R, V], not yet soft-capped; labels, weights [blocks, B-1]. Cross-entropy with the labels, or
+    the KL divergence from the target's distribution where that is given. What is [R, V] is overwritten where it can be;
+    compiled, the logits are read twice and the gradient written once.
     """
+    capped = soft_cap(logits.float(), softcap)
+    best, log_q, label = capped.argmax(-1), capped.log_softmax(-1), labels.flatten()[:, None]
+    if target_logits is None:
+        loss = -log_q.gather(1, label).squeeze(1)
+    else:
+        log_p = soft_cap(target_logits.float(), softcap).log_softmax(-1)
+        p = log_p.exp()
+        loss = (p * (log_p - log_q)).sum(-1)
+    if dpace_alpha is not None:
+        weights = dpace_weights(torch.exp(-loss).view_as(weights), weights, dpace_alpha)
+    weight = weights.flatten()
+    grad = log_q.exp_() if target_logits is None else log_q.exp_().sub_(p)
+    at_label = torch.expm1(-loss)  # probability - 1: set last, so that it is not rounded to the logits' dtype in between
+    if softcap is not None:
+        slope = 1 - (capped / softcap) ** 2
+        grad, at_label = grad.mul_(slope), at_label * slope.gather(1, label).squeeze(1)
+    grad = grad.mul_(weight[:, None]).to(logits.dtype)
+    if target_logits is None:
+        grad.scatter_(1, label, (at_label * weight).to(grad.dtype)[:, None])
+    return (loss * weight).sum(), best, grad
+
+
+LOSS_CHUNK = 2048  # rows of logits alive at a time: 0.6 GB in bf16 at a vocabulary of 152k
+
+
+@functools.cache
+def compiled_head_rows():
+    return compiled(head_rows)
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """Weighted sum of per-row losses against a frozen head, whose gradient is computed in the forward pass by chunks of
+    whole blocks: no [R, V] tensor outlives a chunk, and the backward pass is one multiplication. See `head_rows`."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_logits, reweigh, chunk: int):
-        """hidden [R, H], labels int64 [R], weights fp32 [R] -> (loss sum fp32 [], argmax int64 [R])."""
-        grad = torch.empty_like(hidden)
-        total = torch.zeros((), device=hidden.device)
-        best = torch.empty_like(labels)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, min(start + chunk, len(hidden)))
-            logits = ends.logits(hidden[rows])
-            best[rows] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            if target_logits is None:
-                loss = -log_q.gather(1, labels[rows, None]).squeeze(1)
-                grad_logits = log_q.exp_()
-                grad_logits.scatter_add_(1, labels[rows, None], torch.full_like(loss, -1.0)[:, None])
-            else:
-                log_p = target_logits(rows).log_softmax(-1)
-                p = log_p.exp()
-                loss = (p * (log_p - log_q)).sum(-1)
-                grad_logits = log_q.exp_().sub_(p)
-            weight = weights[rows] if reweigh is None else reweigh(loss, weights[rows])
-            total += (loss * weight).sum()
-            grad_logits *= weight[:, None]
-            if ends.softcap is not None:
-                grad_logits *= 1 - (logits / ends.softcap) ** 2
-            grad[rows] = (grad_logits.to(ends.head_weight.dtype) @ ends.head_weight).to(grad.dtype)
+    def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_states, dpace_alpha):
+        """hidden [blocks * (B-1), H], labels int64 and weights fp32 [blocks, B-1], target_states [blocks * (B-1), H] as
+        the head reads them, or None -> (loss sum fp32 [], argmax int64 [blocks, B-1])."""
+        head, rows_loss = ends.head_weight, compiled_head_rows() if ends.compiled else head_rows
+        grad, total, best = torch.empty_like(hidden), torch.zeros((), device=hidden.device), torch.empty_like(labels)
+        blocks, slots = labels.shape
+        chunk = math.ceil(blocks / math.ceil(blocks * slots / LOSS_CHUNK))  # blocks; all chunks of one size, or nearly
+        for start in range(0, blocks, chunk):
+            part = slice(start, min(start + chunk, blocks))
+            rows = slice(part.start * slots, part.stop * slots)
+            logits = F.linear(hidden[rows].to(head.dtype), head)
+            target_logits = None if target_states is None else F.linear(target_states[rows].to(head.dtype), head)
+            loss, right, by_logits = rows_loss(
+                logits, target_logits, labels[part], weights[part], ends.softcap, dpace_alpha
+            )
+            del logits, target_logits
+            total += loss
+            best[part] = right.view(-1, slots)
+            grad[rows] = (by_logits @ head).to(grad.dtype)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(best)
         return total, best
@@ -3501,7 +3556,7 @@ class FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, grad_best):
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None, None, None, None, None
+        return grad * grad_total.to(grad.dtype), None, None, None, None, None
 
 
 def block_statistics(best: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
@@ -3564,9 +3619,6 @@ def drafter_features(slot: Slot, plan: BatchPlan, split: bool) -> Tensor:
     return features
 
 
-LOSS_CHUNK = 2048  # rows of logits alive at a time: 1.2 GB in fp32 at a vocabulary of 152k
-
-
 def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBatch, verifier_last: Optional[Tensor],
                      dpace_alpha: Optional[float] = None, watch=None):  # fmt: skip
     """(weighted loss sum [], statistics fp64 [2 * B]) of one micro-batch; `model` is the drafter or its engine.
@@ -3578,26 +3630,13 @@ def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBa
     out = model(features, batch.context_positions, slots, batch.slot_positions, batch.masks)
     if watch is not None:
         watch("drafter output", out)
-    trained = out.view(*batch.weights.shape[:1], -1, out.shape[-1])[:, 1:].flatten(0, 1)  # slot 0 is never trained
-    target_logits = None
+    trained = out.view(len(batch.weights), -1, out.shape[-1])[:, 1:].flatten(0, 1)  # slot 0 is never trained
+    target_states = None
     if verifier_last is not None:
-        states = verifier_last[batch.verifier_rows.clamp(max=len(verifier_last) - 1)]
-
-        def target_logits(rows):
-            return ends.logits(ends.norm(states[rows].to(ends.head_weight.dtype)))
-
-    slots_per_block, reweigh = batch.weights.shape[1], None
-    if dpace_alpha is not None:
-
-        def reweigh(losses, weights):
-            blocks = (x.view(-1, slots_per_block) for x in (torch.exp(-losses), weights))
-            return dpace_weights(*blocks, dpace_alpha).flatten()
-
-    chunk = max(1, LOSS_CHUNK // slots_per_block) * slots_per_block  # whole blocks
-    loss, best = FrozenHeadLoss.apply(
-        trained, ends, batch.labels.flatten(), batch.weights.flatten(), target_logits, reweigh, chunk
-    )
-    return loss, block_statistics(best.view_as(batch.labels), batch.labels, batch.weights)
+        rows = batch.verifier_rows.clamp(max=len(verifier_last) - 1)
+        target_states = ends.norm(verifier_last.to(ends.head_weight.dtype))[rows]
+    loss, best = FrozenHeadLoss.apply(trained, ends, batch.labels, batch.weights, target_states, dpace_alpha)
+    return loss, block_statistics(best, batch.labels, batch.weights)
 
 
 # ======================================================================================================================
@@ -3706,6 +3745,16 @@ def checkpoint_files():
     return CheckpointFiles()
 
 
+def runs_compiled(args: Arguments, device: torch.device, zero_stage: int) -> bool:
+    """Whether the drafter and its loss are compiled. Not under ZeRO 3: its gather hooks would break every graph."""
+    return args.pipeline.compile and device.type == "cuda" and zero_stage < 3
+
+
+def compile_drafter(drafter: DFlashDrafter) -> None:
+    for module in (drafter.hidden_norm, *drafter.layers, drafter.norm):
+        compiled(module)
+
+
 def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
     """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
     # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
@@ -3723,9 +3772,8 @@ def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
         drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay, fused=True,
     )  # fmt: skip
-    if device.type == "cuda" and args.pipeline.compile and config["zero_optimization"]["stage"] < 3:
-        for layer in drafter.layers:  # under ZeRO 3 the gather hooks would break every graph
-            layer.compile(dynamic=False)
+    if runs_compiled(args, device, config["zero_optimization"]["stage"]):
+        compile_drafter(drafter)
     engine, *_ = deepspeed.initialize(
         model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=DrafterGroup(fabric.timeout)
     )
@@ -4884,6 +4932,7 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
         announce(args, topology, device, planner, config, first_step)
     ends = load_frozen_ends(args.target, target_config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     engine = build_engine(build_drafter(config, args), args, fabric)
+    ends.compiled = runs_compiled(args, device, engine.zero_optimization_stage())
     if resumed is not None:
         load_checkpoint(engine, resumed)
     if first_m < planner.end_m:

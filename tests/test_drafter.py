@@ -417,39 +417,41 @@ def random_ends(softcap=None, vocab=37) -> FrozenEnds:
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("soft_targets", [False, True])
-def test_head_loss_equals_plain_autograd(chunk, softcap, soft_targets):
+def test_head_loss_equals_plain_autograd(chunk, softcap, soft_targets, monkeypatch):
     """Loss, argmax and gradient, with rows of weight 0 and a factor from further up."""
+    monkeypatch.setattr("train_dflash_pipeline.LOSS_CHUNK", chunk)
     ends, rows = random_ends(softcap), 20
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(rows, H, generator=generator)
-    labels = torch.randint(0, 37, (rows,), generator=generator)
-    weights = torch.rand(rows, generator=generator) * (torch.arange(rows) % 4 > 0)
-    target = torch.randn(rows, 37, generator=generator)
+    hidden, states = torch.randn(2, rows, H, generator=generator)
+    labels = torch.randint(0, 37, (5, 4), generator=generator)
+    weights = torch.rand(5, 4, generator=generator) * (torch.arange(4) > 0)
 
     ours = hidden.clone().requires_grad_()
-    loss, best = FrozenHeadLoss.apply(ours, ends, labels, weights, target.__getitem__ if soft_targets else None, None, chunk)
+    loss, best = FrozenHeadLoss.apply(ours, ends, labels, weights, states if soft_targets else None, None)
     (3.0 * loss).backward()
 
     plain = hidden.clone().requires_grad_()
-    logits = plain @ ends.head_weight.T
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits, target = plain @ ends.head_weight.T, states @ ends.head_weight.T
+    if softcap is not None:
+        logits, target = (softcap * torch.tanh(x / softcap) for x in (logits, target))
     if soft_targets:
         per_row = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="none").sum(-1)
     else:
-        per_row = F.cross_entropy(logits, labels, reduction="none")
-    expected = (weights * per_row).sum()
+        per_row = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (weights.flatten() * per_row).sum()
     (3.0 * expected).backward()
 
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.grad, plain.grad, atol=1e-5, rtol=1e-5)
-    assert torch.equal(best, logits.argmax(-1)) and not ours.grad[::4].any() and ours.grad[1].any()
+    assert torch.equal(best.flatten(), logits.argmax(-1)) and not ours.grad[::4].any() and ours.grad[1].any()
 
 
 def test_uniform_loss_is_reported_as_that_loss():
     """The divisor is the sum of weights: with equal logits every label costs log V, whatever the weights."""
     ends, plan = random_ends(), forced_plan(30, [3, 9])
-    weights = torch.from_numpy(plan.weights).flatten()
-    loss, _ = FrozenHeadLoss.apply(torch.zeros(8, H), ends, torch.zeros(8, dtype=torch.int64), weights, None, None, 5)
+    weights = torch.from_numpy(plan.weights)
+    labels = torch.zeros(weights.shape, dtype=torch.int64)
+    loss, _ = FrozenHeadLoss.apply(torch.zeros(labels.numel(), H), ends, labels, weights, None, None)
     assert loss / plan.weight_sum == pytest.approx(math.log(37), rel=1e-5)
 
 

@@ -105,6 +105,7 @@ class Bench:
         self.features = torch.randn(shape, device=device, dtype=self.dtype)
         fabric = SimpleNamespace(device=device, timeout=timedelta(minutes=30))
         self.engine = pipeline.build_engine(pipeline.build_drafter(self.config, args), args, fabric)
+        self.ends.compiled = pipeline.runs_compiled(args, device, self.engine.zero_optimization_stage())
 
     def micro_batch(self) -> None:
         """Mask, forward, loss, backward: what a drafter rank does with received states."""

@@ -14,7 +14,7 @@
 
 The target runs on the documents of the dump again; its captured layers are packed both ways (split and joined), noised,
 put through the drafter both ways, and through loss and gradient, in the run's own precision and in fp32; on CUDA with
-the drafter's layers compiled, too. The table shows for each stage the largest magnitude, or the first value that is not
+the drafter and its loss compiled, too. The table shows for each stage the largest magnitude, or the first value that is not
 finite (document, token, element), and what differs between two sides of a switch. The last column compares the hidden
 states that the run had with the ones computed here: a slot that was overwritten, or a broken transfer, shows there.
 Rows within a tenth of their own length count as equal: other kernels round otherwise. The last line is the verdict: the
@@ -189,7 +189,7 @@ def load_weights(dump: Dump, source: Optional[str]) -> tuple[dict[str, Tensor], 
 
 
 def run_drafter(dump: Dump, replay: Replay, weights: dict, inputs: dict, device: torch.device) -> None:
-    """Drafter, loss and gradient of every input: both sides of the split switch, and with compiled layers on CUDA."""
+    """Drafter, loss and gradient of every input: both sides of the split switch, and compiled on CUDA."""
     plan, config, args = dump.plan, dump.config, dump.args
     fp32 = device.type == "cpu" or replay.precision == "float32"
     dtype = torch.float32 if fp32 else torch.bfloat16
@@ -202,8 +202,9 @@ def run_drafter(dump: Dump, replay: Replay, weights: dict, inputs: dict, device:
         drafter = pipeline.DFlashDrafter(config)
         drafter.load_state_dict(weights)
         drafter.to(device, dtype)
-        for layer in drafter.layers if compiled else ():
-            layer.compile(dynamic=False)
+        ends.compiled = compiled
+        if compiled:
+            pipeline.compile_drafter(drafter)
         batch = pipeline.DrafterBatch.from_plan(plan, config, device)
         flags = pipeline.StageFlags()
         features, last = inputs[split]
