@@ -249,6 +249,35 @@ def test_two_that_wait_for_each_other_name_what_they_wait_for(boards):
     assert cause == "[target 0 (rank 0)] waited 10 s: sending the header of micro-batch 3"
 
 
+@pytest.mark.parametrize("told_by", [0, 2])
+def test_a_payload_that_never_ends_is_named(boards, told_by):
+    """It holds the GPU, and so drafter 0's main thread in a call that awaits nobody; target 0 waits for that one."""
+    for board in boards:
+        board.now("at work")
+    boards[0].now("waiting for a free slot", pipeline.HELPER)
+    boards[0].stages["postprocess"] = pipeline.Stage("sending the header for micro-batch 7", [2])
+    boards[2].now("backward pass of micro-batch 4")
+    boards[2].stages["receiver"] = pipeline.Stage("receiving the payload for micro-batch 6", [0])
+    boards = [boards[told_by], *[board for board in boards if board is not boards[told_by]]]
+    assert 10 < rounds(boards, 40) <= 10 + pipeline.ASLEEP_ROUNDS + 2
+    assert boards[0].store.get("failure").decode() == {
+        0: "[target 0 (rank 0)] waited 10 s: waiting for a free slot (sending the header for micro-batch 7); the one that "
+           "keeps all waiting: drafter 0 (rank 2), last seen at: backward pass of micro-batch 4, its transfer thread at: "
+           "receiving the payload for micro-batch 6",
+        2: "[drafter 0 (rank 2)] waited 10 s: receiving the payload for micro-batch 6",
+    }[told_by]  # fmt: skip
+
+
+def test_who_saves_is_not_blamed_by_its_own_transfer_thread(boards):
+    for board in boards:
+        board.now("at work")
+    boards[2].now("saving step 4", may_last=True)
+    boards[2].stages["receiver"] = pipeline.Stage("waiting for the header", [0])
+    boards[0].now("waiting for a free slot", pipeline.HELPER)
+    boards[0].stages["postprocess"] = pipeline.Stage("waiting for the credit", [2])
+    assert rounds(boards, 60) is None
+
+
 def test_silence_is_noticed_before_the_time_out(boards):
     for board in boards:
         board.timeout_s = 600.0
