@@ -136,6 +136,7 @@ def run_cases(ranks: int, cases: list[Case], folder: Path) -> dict[str, CaseResu
 
 def serve_cases(listing: Path) -> None:
     """A worker of `run_cases`: import once, then fork a child per case."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for GPUs must not start CUDA before the fork
     import deepspeed  # noqa: F401  (0.19 reads RANK and WORLD_SIZE when it is initialised, not here)
     import torch._dynamo  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401

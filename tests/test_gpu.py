@@ -1,0 +1,215 @@
+"""What only GPUs show: kernels that overlap copies, NCCL, compiled kernels. Needs two GPUs; elsewhere all of it is skipped.
+
+One start of two ranks (a target and a drafter on a GPU each) serves the runs. A toy target: its steps are short, so that
+copies, sends and kernels of several micro-batches are under way at once.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import train_dflash_pipeline as pipeline
+from pipeline_runner import REPOSITORY, SMALL, Case, run_cases
+from test_nonfinite import BAD_GRADIENT, check_ended, zero
+
+from check_pipeline_equiv import first_weight_difference, last_weights, write_small_data
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+# Every captured state of micro-batch m is m. The pack is held up, and what the forward pass gave back is overwritten with
+# -1 meanwhile; a single wrong element among those received fails the run.
+FLOOD = """
+import torch
+right_forward, right_pack = pipeline.TargetRunner.forward, pipeline.HiddenStateSender._pack
+right_submit, right_get = pipeline.HiddenStateSender.submit, pipeline.HiddenStateReceiver.get
+def forward(self, plan):
+    shots = right_forward(self, plan)
+    for shot, _ in shots:
+        shot.captured = {i: torch.full_like(x, plan.m % 256) for i, x in shot.captured.items()}
+    return shots
+def pack(self, job):
+    torch.cuda._sleep(3_000_000)
+    return right_pack(self, job)
+def submit(self, job):
+    right_submit(self, job)
+    del job
+    for _ in range(32):
+        torch.full((2048, 64), -1.0, device="cuda", dtype=torch.bfloat16)
+seen = 0
+def get(self, m):
+    global seen
+    slot, n = right_get(self, m), self.planner.plan(m).num_tokens
+    if wrong := sum(int((x != m % 256).sum()) for x in slot.layers(n, True)):
+        raise RuntimeError(f"{wrong} elements of micro-batch {m} are not its own")
+    seen += 1
+    print("checked", seen)
+    return slot
+pipeline.TargetRunner.forward, pipeline.HiddenStateSender._pack = forward, pack
+pipeline.HiddenStateSender.submit, pipeline.HiddenStateReceiver.get = submit, get
+"""
+DIE_ONCE = """
+import os
+right_step = pipeline.DrafterTrainer.train_step
+def step(self, number):
+    mark = os.path.join(self.args.run.output_dir, "died")
+    if number == 6 and not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(9)
+    return right_step(self, number)
+pipeline.DrafterTrainer.train_step = step
+"""
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    data = write_small_data(folder / "train.jsonl", rows=600)
+    flags = [*SMALL, "--device", "cuda", "--train-data", str(data), "--num-target-ranks", "1", "--tokens-per-micro-batch", "2048",
+             "--anchors-per-micro-batch", "64", "--max-steps", "12", "--prefetch-depth", "2"]  # fmt: skip
+    joined, in_line, skip = ["--no-split-fc-layers"], ["--no-async-postprocess"], ["--on-nonfinite", "skip"]
+
+    def fault(text, *more):
+        return [*flags, "--inject-fault", text, *more]
+
+    cases = [
+        Case("split", flags), Case("joined", [*flags, *joined]), Case("in-line", [*flags, *in_line]),
+        Case("in-line-joined", [*flags, *in_line, *joined]), Case("poisoned", [*flags, "--poison-slots"]),
+        Case("early", fault("early-release@6")), Case("early-joined", fault("early-release@6", *joined)),
+        Case("early-poison", fault("early-release@6", "--poison-slots")),
+        Case("early-poison-joined", fault("early-release@6", "--poison-slots", *joined)),
+        Case("early-poison-target", fault("early-release@6:0", "--poison-slots")),
+        Case("short-payload", fault("short-payload@6", "--transport-timeout", "4")),
+        Case("nan-layer", fault("nan-layer@6")),
+        *[Case(f"bad-gradient-zero{stage}", [*flags, *skip, *zero(stage)], BAD_GRADIENT) for stage in (1, 2, 3)],
+        *[Case(f"flood{i}", [*flags, "--noise-std", "0", "--max-steps", "1000", "--log-every", "500"], FLOOD, environment)
+          for i, environment in enumerate([{}, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}])],
+    ]  # fmt: skip
+    for stage in (2, 3):
+        own = [*flags, *zero(stage), "--save-every", "6"]
+        again = [*own, "--output-dir", str(folder / f"again-zero{stage}")]
+        cases += [Case(f"straight-zero{stage}", own), Case(f"killed-zero{stage}", again, DIE_ONCE)]
+        cases += [Case(f"resumed-zero{stage}", again)]
+    results = run_cases(2, cases, folder / "cases")
+    for stage in (2, 3):
+        results[f"resumed-zero{stage}"].output_dir = folder / f"again-zero{stage}"
+    return results
+
+
+def losses(result) -> list[tuple]:
+    return [(m["loss"], m["grad_norm"]) for m in result.check_ok().metrics]
+
+
+@pytest.mark.parametrize("other", ["joined", "in-line", "in-line-joined", "poisoned"])
+def test_switches_change_no_bit(runs, other):
+    assert len(losses(runs["split"])) == 12 and losses(runs[other]) == losses(runs["split"])
+    weights = (last_weights(runs[name].output_dir) for name in ("split", other))
+    assert first_weight_difference(*weights, "switches") is None
+
+
+@pytest.mark.parametrize("name", ["early", "early-joined"])
+def test_a_slot_that_is_freed_too_early_is_really_corrupted(runs, name):
+    right, wrong = losses(runs["split"]), losses(runs[name])
+    assert right[:6] == wrong[:6] and right[6] != wrong[6]
+
+
+@pytest.mark.parametrize("name, stage", [
+    ("early-poison", "drafter input"), ("early-poison-joined", "drafter input"), ("early-poison-target", "received"),
+])  # fmt: skip
+def test_poison_shows_a_slot_that_is_freed_too_early_at_once(runs, name, stage):
+    check_ended(runs[name], rf"micro-batch 6 \(step 7\): {stage} is not finite on drafter 0 \(rank 1\): nan at document")
+
+
+def test_a_short_payload_is_named(runs):
+    check_ended(runs["short-payload"], "receiving the payload for micro-batch 6, peer target 0")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bad_gradient_is_skipped(runs, stage):
+    last = runs[f"bad-gradient-zero{stage}"].check_ok().metrics[-1]
+    assert (last["step"], last["skipped_steps"], last["skipped_micro_batches"]) == (12, 1, 0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_run_goes_on_bit_for_bit(runs, stage):
+    straight, resumed = runs[f"straight-zero{stage}"], runs[f"resumed-zero{stage}"]
+    assert 9 in runs[f"killed-zero{stage}"].codes
+    assert len(losses(straight)) == 12 and losses(resumed) == losses(straight)
+    weights = (last_weights(result.output_dir) for result in (straight, resumed))
+    assert first_weight_difference(*weights, "straight and resumed") is None
+
+
+@pytest.mark.parametrize("name", ["flood0", "flood1"])
+def test_no_state_is_overwritten_while_it_is_packed_and_sent(runs, name):
+    assert "checked 1000\n" in runs[name].check_ok().out[1]
+
+
+def test_a_dump_replays_on_the_gpu(runs):
+    dump = runs["nan-layer"].output_dir / "nonfinite" / "m-00000006"
+    command = [sys.executable, str(REPOSITORY / "tools" / "replay_dump.py"), str(dump), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: the target's forward pass: captured layer 3 held it" in done.stdout
+    assert re.search(r"drafter output, split, compiled +[\d.]+", done.stdout)
+
+
+# The hash of a compiled drafter's gradient on one micro-batch, three times over, in a process with kernel caches of its own.
+GRADIENT = """
+import sys, hashlib, json
+sys.path[:0] = [REPOSITORY, REPOSITORY + "/tools"]
+import torch
+import bench_drafter_step as bench
+import train_dflash_pipeline as pipeline
+torch.cuda.set_device(0)
+shape = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+pipeline.RANDOM_TARGETS["toy"] |= shape | {"dtype": "bfloat16"}
+args = pipeline.parse_arguments(["--target", "toy", "--tokens-per-micro-batch", "4096", "--num-draft-layers", "2"])
+device, config = torch.device("cuda", 0), pipeline.load_target_config(args.target)
+ends = pipeline.load_frozen_ends(args.target, config, device, torch.bfloat16)
+drafter_config = pipeline.choose_drafter_config(args, config, pipeline.load_tokenizer(args.target))
+plan, ends.compiled = bench.make_plan(args), True
+drafter = pipeline.build_drafter(drafter_config, args).to(device, torch.bfloat16)
+pipeline.compile_drafter(drafter)
+torch.manual_seed(0)
+features = torch.randn(4096, 5 * 1024, device=device, dtype=torch.bfloat16)
+batch, hashes = pipeline.DrafterBatch.from_plan(plan, drafter_config, device), []
+for _ in range(3):
+    drafter.zero_grad()
+    pipeline.micro_batch_loss(drafter, ends, features, batch, None)[0].backward()
+    grads = [p.grad.view(torch.uint8).cpu().numpy().tobytes() for p in drafter.parameters()]
+    hashes.append(hashlib.sha256(b"".join(grads)).hexdigest())
+print(json.dumps(hashes))
+"""
+
+
+def test_compiled_gradients_are_the_same_in_every_process(tmp_path):
+    """Several at once: timing kernels against each other would choose differently then."""
+    code = GRADIENT.replace("REPOSITORY", repr(str(REPOSITORY)))
+    workers = [
+        subprocess.Popen(
+            ["env", f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/inductor{i}", f"TRITON_CACHE_DIR={tmp_path}/triton{i}",
+             "OMP_NUM_THREADS=1", "TORCHINDUCTOR_COMPILE_THREADS=1", sys.executable, "-c", code],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for i in range(6)
+    ]  # fmt: skip
+    hashes = [h for worker in workers for h in json.loads(worker.communicate(timeout=300)[0].splitlines()[-1])]
+    assert len(hashes) == 18 and len(set(hashes)) == 1, hashes
+
+
+def test_compiled_head_loss_equals_the_eager_one():
+    """In fp32, on rows that are sure of the label, that are not, and of weight 0; with and without soft-capping, KL, D-PACE."""
+    device, rng = torch.device("cuda", 0), np.random.default_rng(0)
+    logits, target = (torch.from_numpy(rng.normal(0, 4, (60, 5003)).astype(np.float32)).to(device) for _ in range(2))
+    labels = torch.from_numpy(rng.integers(0, 5003, (20, 3))).to(device)
+    logits.scatter_add_(1, labels.view(-1, 1)[::2].repeat_interleave(2, 0), torch.full((60, 1), 20.0, device=device))
+    weights = torch.from_numpy(rng.random((20, 3)).astype(np.float32)).to(device) * (labels % 5 > 0)
+    for soft_targets, softcap, alpha in ((None, None, None), (None, 5.0, None), (target, 5.0, None), (None, None, 0.5)):
+        inputs = logits, soft_targets, labels, weights, softcap, alpha
+        eager = pipeline.head_rows(*inputs)
+        compiled = pipeline.compiled_head_rows()(*inputs)
+        for ours, theirs in zip(compiled, eager):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
