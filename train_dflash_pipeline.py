@@ -34,6 +34,7 @@ import faulthandler
 import functools
 import gzip
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -97,8 +98,8 @@ def setting(default, help: str, **metadata):
 class TargetArguments:
     target: str = setting(
         "auto",
-        "Frozen model: folder or hub id; 'toy' or 'qwen3-8b-shape' for random weights of that shape; "
-        "'auto': the demo target if tools/prepare_demo_target.py made it, else the toy.",
+        "Frozen model: folder or hub id; 'toy', 'qwen3-8b-shape' or 'qwen3.6-27b-shape' for random weights of that "
+        "shape; 'auto': the demo target if tools/prepare_demo_target.py made it, else the toy.",
     )
     tokenizer: Optional[str] = setting(None, "Folder or hub id of the tokenizer. Default: the target's own.")
     target_dtype: str = setting(
@@ -111,6 +112,13 @@ class TargetArguments:
     num_fc_layers: int = setting(5, "Captured layers K, spread by the z-lab rule. Independent of the drafter's depth.")
     fc_layer_ids: Optional[list[int]] = setting(
         None, "Captured layers by id (outputs of decoder layers, counted from 0), in place of the rule."
+    )
+    target_layout: str = setting(
+        "auto",
+        "How documents lie in the target's forward pass. packed: end to end in one row of N, kept apart by "
+        "variable-length attention, for targets of plain softmax attention. padded: one a row, in buckets of similar "
+        "length. auto: packed on CUDA in half precision where the target allows it; the start says which and why.",
+        choices=["auto", "packed", "padded"],
     )
 
 
@@ -226,7 +234,9 @@ class PipelineArguments:
         "hidden states then pass through host memory.",
         choices=["auto", "cuda", "cpu"],
     )
-    compile: bool = setting(True, "Compile the drafter and its loss (CUDA only; not under ZeRO 3).")
+    compile: bool = setting(
+        True, "Compile the target's layers, the drafter and its loss (CUDA only; the drafter not under ZeRO 3)."
+    )
     poison_slots: bool = setting(
         False, "Fill released slots with NaN, so that memory used after its release shows at once. For debugging."
     )
@@ -1700,13 +1710,19 @@ class Planner:
 # Random weights in real shapes, built on the device: nothing to download. The toy also serves tests.
 RANDOM_TARGETS = {
     "toy": dict(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, dtype="float32",
+        model_type="qwen3", vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, dtype="float32",
     ),
     "qwen3-8b-shape": dict(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
+        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "qwen3.6-27b-shape": dict(
+        model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+        num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_value_heads=48, linear_num_key_heads=16,
+        linear_value_head_dim=128, linear_key_head_dim=128, max_position_embeddings=262144, dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     ),
 }  # fmt: skip
 
@@ -1722,10 +1738,10 @@ def choose_target(args: TargetArguments) -> None:
 
 def load_target_config(args: TargetArguments):
     """The target's transformers config, with `dtype` resolved to a torch dtype."""
-    from transformers import AutoConfig, Qwen3Config
+    from transformers import AutoConfig
 
     if args.target in RANDOM_TARGETS:
-        config = Qwen3Config(**RANDOM_TARGETS[args.target], tie_word_embeddings=False)
+        config = AutoConfig.for_model(**RANDOM_TARGETS[args.target], tie_word_embeddings=False)
     else:
         try:
             config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
@@ -1782,7 +1798,7 @@ def load_target(args: TargetArguments, config, device: torch.device) -> nn.Modul
     if args.target in RANDOM_TARGETS:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype)
         for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
             module.weight.data = random_weight(name, module.weight.shape, device, config.dtype)
     else:
@@ -1840,7 +1856,7 @@ def load_frozen_ends(args: TargetArguments, config, device: torch.device, dtype:
     if args.target in RANDOM_TARGETS:
         shape = (text.vocab_size, text.hidden_size)
         embedding, head = (random_weight(name, shape, device, config.dtype) for name in ("embedding", "head"))
-        norm_weight = torch.ones(text.hidden_size)
+        norm_weight = type(norm)(text.hidden_size).weight  # as it starts: 1, or 0 where 1 is added to it
     else:
         files = safetensors_index(args.target)
         embedding_key = only_key(files, r"(^|\.)embed_tokens\.weight$", args.target)
@@ -1914,7 +1930,7 @@ def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
 
 
 # ======================================================================================================================
-# 6. Capture. In: a forward pass over padded documents. Out: rows of real tokens, packed, with or without noise.
+# 6. Capture. In: a forward pass over some documents. Out: rows of real tokens, packed, with or without noise.
 # ======================================================================================================================
 
 
@@ -1942,10 +1958,13 @@ def packed_index(lengths, max_length: int) -> Tensor:
 class HookCapture:
     """Forward hooks that keep the outputs of chosen decoder layers, and the packing of what they kept.
 
-    `captured[layer_id]` is [batch, Lmax, H], documents padded on the right. The packing methods need only
-    `fc_layer_ids`, `verifier_last_layer` (None: not wanted) and `captured`, so an instance made with
-    `HookCapture.__new__` and given those three packs without any model.
+    `captured[layer_id]` is [batch, Lmax, H], documents padded on the right; where `end_to_end` is set, it is one row
+    [1, N, H] that holds all documents and then padding. The packing methods need only `fc_layer_ids`,
+    `verifier_last_layer` (None: not wanted) and `captured`, so an instance made with `HookCapture.__new__` and given
+    those three packs without any model.
     """
+
+    end_to_end = False
 
     def __init__(self, model: nn.Module, fc_layer_ids, verifier_last_layer: Optional[int] = None):
         self.fc_layer_ids, self.verifier_last_layer = tuple(fc_layer_ids), verifier_last_layer
@@ -1972,21 +1991,28 @@ class HookCapture:
         shot = HookCapture.__new__(HookCapture)
         shot.fc_layer_ids, shot.verifier_last_layer = self.fc_layer_ids, self.verifier_last_layer
         shot.captured, self.captured = self.captured, {}
+        shot.end_to_end = self.end_to_end
         return shot
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
 
+    def real_rows(self, lengths) -> Tensor:
+        """Where the real tokens of documents of these lengths lie in a captured layer, flattened to [batch * Lmax]:
+        int64 [sum(lengths)]. Raises ValueError where they cannot."""
+        some = self.captured[self.fc_layer_ids[0]]
+        filled = [int(sum(lengths))] if self.end_to_end else lengths
+        if len(filled) != some.shape[0] or max(filled) > some.shape[1]:
+            raise ValueError(f"lengths {list(lengths)} do not fit captured layers of shape {tuple(some.shape)}")
+        return to_device(packed_index(filled, some.shape[1]), some.device)
+
     def pack_into(self, lengths, layers: list[Tensor], last: Optional[Tensor]) -> None:
         """Gather the real tokens of every captured layer straight into `layers` (K views [N, H]) and `last` [N, H].
 
         The views may be columns of one [N, K*H] tensor: packed and split form differ in nothing but the views.
         """
-        some = self.captured[self.fc_layer_ids[0]]
-        if len(lengths) != some.shape[0] or max(lengths) > some.shape[1]:
-            raise ValueError(f"lengths {list(lengths)} do not fit captured layers of shape {tuple(some.shape)}")
-        index = to_device(packed_index(lengths, some.shape[1]), some.device)
+        index = self.real_rows(lengths)
         targets = list(zip(self.fc_layer_ids, layers))
         if self.verifier_last_layer is not None:
             targets.append((self.verifier_last_layer, last))
@@ -2068,7 +2094,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def compiled(code, dynamic: bool = False):
+def compiled(code, dynamic: bool = False, **options):
     """A compiled function, or a module compiled in place; its kernels round alike in every run and on every rank.
 
     Inductor else tunes reductions by timing: of five processes that computed one gradient on an H200 (torch 2.11), one
@@ -2078,9 +2104,9 @@ def compiled(code, dynamic: bool = False):
 
     torch._inductor.config.deterministic = True
     if isinstance(code, nn.Module):
-        code.compile(dynamic=dynamic)
+        code.compile(dynamic=dynamic, **options)
         return code
-    return torch.compile(code, dynamic=dynamic)
+    return torch.compile(code, dynamic=dynamic, **options)
 
 
 def to_host(tensor: Tensor):
@@ -2234,8 +2260,8 @@ class Guard:
     def find_on_target(self, plan: BatchPlan, shots, layers: list[Tensor], last: Optional[Tensor]) -> Finding:
         """What a payload that is not finite comes from: the captured layers' real rows in order, else the packing."""
         for layer in sorted(shots[0][0].captured):
-            rows = [shot.captured[layer][i, :length] for shot, documents in shots
-                    for i, length in enumerate(plan.lengths[documents])]  # fmt: skip
+            rows = [shot.captured[layer].flatten(0, 1)[shot.real_rows(plan.lengths[documents])]
+                    for shot, documents in shots]  # fmt: skip
             if finding := self.find(f"captured layer {layer}", plan, [(layer, torch.cat(rows))]):
                 return finding
         return self.must_find("packed", plan, self.named(layers, last))
@@ -2351,11 +2377,12 @@ class FaultInjector:
         if self.due("oom", m):
             torch.empty(2**50, dtype=torch.uint8, device=device)
 
-    def after_capture(self, shots, m: int) -> None:
+    def after_capture(self, shots, plan: BatchPlan) -> None:
         """nan-layer: in the middle captured layer, the last token of the longest document."""
-        if self.due("nan-layer", m):
+        if self.due("nan-layer", plan.m):
             capture = shots[0][0]
-            capture.captured[capture.fc_layer_ids[len(capture.fc_layer_ids) // 2]][0, -1, 3] = math.nan
+            layer = capture.fc_layer_ids[len(capture.fc_layer_ids) // 2]
+            capture.captured[layer][0, plan.lengths[0] - 1, 3] = math.nan
 
     def before_drafter(self, drafter: nn.Module, m: int) -> None:
         """nan-weight: the first entry of the drafter's fc (of this rank's part of it, under ZeRO 3)."""
@@ -2888,55 +2915,289 @@ def length_buckets(lengths: np.ndarray, pass_cost: float) -> list[slice]:
     return buckets
 
 
-def forward_pass_cost(layers: nn.ModuleList, device: torch.device) -> float:
-    """What starting one forward pass costs, in tokens of arithmetic. A function of the model alone, so that all target
-    ranks cut alike.
+def forward_pass_cost(layers: nn.ModuleList, device: torch.device, compiled: bool) -> float:
+    """What starting one forward pass costs, in tokens of arithmetic. A function of the model and the settings alone, so
+    that all target ranks cut alike.
 
-    On a GPU: 4 ms to launch a layer (139 ms for 36 layers, transformers on an H200's host) against 2 FLOP a weight and
-    token at 500 TFLOP/s.
+    On a GPU: 4 ms to launch a layer (139 ms for 36 layers, transformers on an H200's host), a quarter of that, roughly,
+    for a compiled one, against 2 FLOP a weight and token at 500 TFLOP/s.
     """
     if device.type == "cpu":
         return 64
     weights = sum(p.numel() for p in layers.parameters())
-    return len(layers) * 4e-3 * 500e12 / (2 * weights)
+    return len(layers) * (1e-3 if compiled else 4e-3) * 500e12 / (2 * weights)
+
+
+FAST_DTYPES = {("cuda", torch.bfloat16), ("cuda", torch.float16)}  # of variable-length attention
+PACKED_ATTENTION = "packed_documents"  # our function among transformers' attention implementations
+# What models hand to an attention function beside the numbers it computes with.
+NO_ARITHMETIC = {"position_ids", "cache", "past_key_values", "cache_position", "use_cache", "output_attentions",
+                 "output_hidden_states", "return_dict"}  # fmt: skip
+
+
+def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, dropout=0.0,
+                     sliding_window=None, is_causal=None, bounds=None, extent=None, windows=None, **rest):  # fmt: skip
+    """Causal attention within each of the documents laid end to end, as transformers' AttentionInterface calls it.
+
+    query [1, heads, N, D], key and value [1, kv_heads, N, D] -> ([1, N, heads, D], None). bounds, extent: see
+    `document_bounds` and `_packed_pass`. windows: a list that collects the windows of the layers. Raises ValueError
+    where a model wants something else.
+    """
+    more = [name for name, x in rest.items() if name not in NO_ARITHMETIC and x is not None and x is not False]
+    more += ["a mask"] if attention_mask is not None else []
+    more += ["bounds that do not reach it"] if bounds is None else []
+    more += ["dropout"] if dropout else []
+    more += ["values of another width than keys"] if value.shape[-1] != key.shape[-1] else []
+    more += ["heads wider than 256"] if query.shape[-1] > 256 else []
+    if more or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"its attention is not the plain causal one ({', '.join(more) or 'not causal'})")
+    if windows is not None:
+        windows.append(sliding_window)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.dflash.attend_documents(q, k, v, bounds, extent, scale, sliding_window)[None], None
+
+
+@functools.cache
+def register_packed_attention() -> None:
+    """Make `packed_attention` known to transformers, and what it calls to torch.
+
+    An operator of our own keeps the number and length of documents out of sight of the compiler, which would compile
+    for each anew.
+    """
+    from transformers import AttentionInterface
+
+    @torch.library.custom_op("dflash::attend_documents", mutates_args=())
+    def attend_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, extent: Tensor, scale: float,
+                         window: Optional[int]) -> Tensor:  # fmt: skip
+        attend = attend_by_kernel if q.is_cuda and q.element_size() == 2 else attend_by_document
+        return attend(q, k, v, bounds, extent, scale, window)
+
+    attend_documents.register_fake(lambda q, k, v, bounds, extent, scale, window: q.new_empty(q.shape))
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def attend_by_kernel(q, k, v, bounds, extent, scale: float, window: Optional[int]) -> Tensor:
+    """q [N, heads, D], k and v [N, kv_heads, D], fp16 or bf16 on CUDA -> [N, heads, D], by torch's variable-length
+    kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    count, longest = extent.tolist()
+    groups, options = q.shape[1] // k.shape[1], {}
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options = {"enable_gqa": True}
+    elif groups > 1:  # torch 2.11
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    left = -1 if window is None or window >= longest else window - 1  # keys before the query's own
+    bounds = bounds[: count + 1]
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **options)
+    return out.contiguous()
+
+
+def attend_by_document(q, k, v, bounds, extent, scale: float, window: Optional[int]) -> Tensor:
+    """The same on any device and in any dtype, a document at a time."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for start, end in itertools.pairwise(bounds[: int(extent[0]) + 1].tolist()):
+        mask = None
+        if window is not None and window < end - start:
+            rows = torch.arange(end - start, device=q.device)
+            back = rows[:, None] - rows
+            mask = (back >= 0) & (back < window)
+        document = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        states = F.scaled_dot_product_attention(
+            *document, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        out[start:end] = states[0].transpose(0, 1)
+    return out
+
+
+def document_bounds(lengths: np.ndarray, tokens: int) -> np.ndarray:
+    """Where documents laid end to end in a row of so many tokens begin, and where the last one ends: int32.
+
+    The padding after them is cut into documents of its own, none longer than the longest real one.
+    """
+    used, longest = int(lengths.sum()), int(lengths.max())
+    return np.concatenate([np.cumsum(lengths) - lengths, np.arange(used, tokens, longest), [tokens]]).astype(np.int32)
+
+
+def expected_windows(config, count: int) -> list[Optional[int]]:
+    """The sliding window of each of the first decoder layers, by the text model's config; None: sees all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds[:count]]
+
+
+def has_state(layer: nn.Module) -> bool:
+    """Whether a decoder layer carries something from token to token beside attention: those have a convolution."""
+    return any(isinstance(module, nn.Conv1d) for module in layer.modules())
+
+
+def linear_attention_kernels() -> Optional[str]:
+    """The version of flash-linear-attention that transformers uses, or None: its own PyTorch code."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        import fla.ops.gated_delta_rule  # noqa: F401
+
+        return version("flash-linear-attention")
+    except (ImportError, RuntimeError, PackageNotFoundError):
+        return None
+
+
+def relative_error(rows: Tensor, reference: Tensor) -> float:
+    """The mean over rows of |row - reference| / |reference|."""
+    rows, reference = rows.float(), reference.float()
+    return float(((rows - reference).norm(dim=-1) / reference.norm(dim=-1)).mean())
 
 
 class TargetRunner:
-    """The frozen target with its hooks: plan -> captured layers."""
+    """The frozen target with its hooks: plan -> captured layers.
 
-    def __init__(self, model: nn.Module, fc_layer_ids: tuple[int, ...], with_last: bool, device: torch.device):
-        layers = decoder_layers(model)
-        last = len(layers) - 1 if with_last else None
+    layout, compiled: see `--target-layout` and `--compile`. Raises UserError where a packed target is asked for that
+    cannot be.
+    """
+
+    def __init__(self, model: nn.Module, fc_layer_ids: tuple[int, ...], with_last: bool, device: torch.device,
+                 layout: str = "auto", compiled: bool = False):  # fmt: skip
+        self.layers = decoder_layers(model)
+        last = len(self.layers) - 1 if with_last else None
         self.capture = HookCapture(model, fc_layer_ids, last)
         if not with_last:
-            del layers[fc_layer_ids[-1] + 1 :]  # nobody reads what the later layers compute
+            del self.layers[fc_layer_ids[-1] + 1 :]  # nobody reads what the later layers compute
         self.decoder, self.device = model.get_decoder(), device
-        self.pass_cost = forward_pass_cost(layers, device)
+        self.decoder.norm = nn.Identity()  # hidden states are captured before it
+        self.obstacle = "as asked for" if layout == "padded" else self._pack(layout == "packed")
+        self.capture.end_to_end = self.packed = self.obstacle is None
+        self.compiled = compiled and device.type == "cuda"
+        self.pass_cost = forward_pass_cost(self.layers, device, self.compiled)
+        if self.compiled:
+            self.compile_layers()
+
+    def describe(self) -> str:
+        """One line: how documents lie, and what computes them."""
+        parts = [f"{len(self.layers)} layers{', compiled' if self.compiled else ''}"]
+        parts.append("documents end to end" if self.packed else f"documents padded ({self.obstacle})")
+        if any(map(has_state, self.layers)):
+            kernels = linear_attention_kernels()
+            slow = "linear attention by transformers' PyTorch code: slow, install flash-linear-attention"
+            parts.append(slow if kernels is None else f"linear attention by flash-linear-attention {kernels}")
+        return "; ".join(parts)
+
+    def compile_layers(self, **options) -> None:
+        """Compile every layer's forward: once for all layers alike, and without the hooks, which run outside.
+
+        A packed row always has N tokens. Padded batches vary, so their sizes are left open.
+        """
+        fallback = linear_attention_kernels() is None  # its loops over chunks would be compiled for each length anew
+        for layer in self.layers:
+            if not (fallback and has_state(layer)):
+                layer.forward = compiled(layer.forward, dynamic=not self.packed, **options)
+
+    def _pack(self, required: bool) -> Optional[str]:
+        """Switch the model to packed rows; returns why not, where it stays as it was. Raises UserError if required."""
+        obstacle, dtype = self._state_obstacle(), self.decoder.dtype
+        if not required and (self.device.type, dtype) not in FAST_DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            obstacle = obstacle or f"no fast variable-length attention in {name} on {self.device.type}"
+        if obstacle is None:
+            before = self.decoder.config._attn_implementation
+            register_packed_attention()
+            reference = self._trial()  # padded still
+            self.decoder.set_attn_implementation(PACKED_ATTENTION)
+            if obstacle := self._trial_obstacle(reference):
+                self.decoder.set_attn_implementation(before)
+        if obstacle is not None and required:
+            raise UserError(f"--target-layout packed: not with this target: {obstacle}")
+        return obstacle
+
+    def _state_obstacle(self) -> Optional[str]:
+        kinds = set(getattr(self.decoder.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if kinds:
+            return f"layers of {' and '.join(sorted(kinds))}"
+        return "layers with a convolution" if any(map(has_state, self.layers)) else None
+
+    def _trial_obstacle(self, reference: Tensor) -> Optional[str]:
+        """What goes wrong on two short documents packed: that the model wants another attention than there is, that
+        some layer goes its own way, that a document changes with its neighbour, or is not what it is when padded."""
+        if self.decoder.config._attn_implementation != PACKED_ATTENTION:
+            return "its attention cannot be exchanged"
+        windows, allowed = [], 0.1 if self.decoder.dtype.itemsize == 2 else 1e-3
+        try:
+            rows, beside_another = self._trial(windows), self._trial(windows, first_token=1)
+        except ValueError as error:
+            return str(error)
+        if windows != 2 * expected_windows(self.decoder.config, len(self.layers)):
+            return "some layers have attention of their own"
+        if not relative_error(beside_another[24:], rows[24:]) <= allowed:
+            return "documents would not be kept apart"
+        if not relative_error(rows, reference) <= allowed:
+            return "it computes something else then"
+        return None
+
+    @torch.no_grad()
+    def _trial(self, windows: Optional[list] = None, first_token: int = 0) -> Tensor:
+        """What is captured of two documents of 24 and 8 tokens, [32, K*H]: packed if `windows`, else padded."""
+        lengths = np.array([24, 8])
+        token_ids = random_stream(0).integers(0, self.decoder.config.vocab_size - 1, 32)
+        token_ids[:24] += first_token
+        if windows is None:
+            shot = self._padded_pass(token_ids, lengths)
+        else:
+            shot = self._packed_pass(token_ids, lengths, windows=windows)
+            shot.end_to_end = True
+        return shot.get_hidden_states_packed(lengths)[0][0]
 
     def warm_up(self, planner: Planner, first_m: int, topology: Topology) -> None:
         """Compute this rank's first micro-batch and forget it: what compiles or is tuned then does so at start, where
         the others wait for this rank without limit."""
+        if self.compiled and not self.packed:  # compiled by themselves: one row or several, within a window or beyond
+            n = planner.tokens
+            window = min(filter(None, expected_windows(self.decoder.config, len(self.layers))), default=n)
+            lengths = [max(3, min(n // 4, window)), *([window + 1] if window < n else [])]
+            for rows, length in itertools.product((2, 1), lengths):
+                self._padded_pass(np.zeros(rows * length, np.int64), np.full(rows, length))
         m = next(m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
         if m < planner.end_m:
             self.forward(planner.plan(m))
 
     @torch.no_grad()
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
-        """Run the documents of a plan, padded on the right within buckets of similar length.
-
-        Causal layers never let a real token see the padding after it, so no mask is needed.
-        """
+        """Run the documents of a plan: all in one row, or padded within buckets of similar length."""
+        if self.packed:
+            return [(self._packed_pass(plan.token_ids, plan.lengths), slice(0, len(plan.lengths)))]
         shots, row = [], 0
         for documents in length_buckets(plan.lengths, self.pass_cost):
             lengths = plan.lengths[documents]
             rows = slice(row, row + int(lengths.sum()))
-            padded = torch.zeros(len(lengths) * int(lengths[0]), dtype=torch.int64)
-            padded[packed_index(lengths, int(lengths[0]))] = torch.from_numpy(plan.token_ids[rows])
-            ids = to_device(padded.view(len(lengths), -1), self.device)
-            self.decoder(input_ids=ids, use_cache=False)
-            shots.append((self.capture.take(), documents))
+            shots.append((self._padded_pass(plan.token_ids[rows], lengths), documents))
             row = rows.stop
         return shots
+
+    @torch.no_grad()
+    def _packed_pass(self, token_ids: np.ndarray, lengths: np.ndarray, **keywords) -> HookCapture:
+        """One row [1, N] that begins with documents of these lengths; positions restart in each."""
+        tokens, bounds = len(token_ids), document_bounds(lengths, len(token_ids))
+        spans = np.diff(bounds)
+        positions = np.arange(tokens) - np.repeat(bounds[:-1], spans)
+        inputs = torch.from_numpy(np.stack([token_ids, positions]))
+        all_bounds = torch.full((tokens + 1,), tokens, dtype=torch.int32)  # of a fixed size, as is everything here
+        all_bounds[: len(bounds)] = torch.from_numpy(bounds)
+        ids, positions = to_device(inputs, self.device)[:, None]
+        self.decoder(
+            input_ids=ids, position_ids=positions, use_cache=False, bounds=to_device(all_bounds, self.device),
+            extent=torch.tensor([len(spans), spans.max()]), **keywords,  # on the host: how many, how long
+        )  # fmt: skip
+        return self.capture.take()
+
+    @torch.no_grad()
+    def _padded_pass(self, token_ids: np.ndarray, lengths: np.ndarray) -> HookCapture:
+        """One document a row, longest first, padded on the right. Causal layers never let a real token see the padding
+        after it, so no mask is needed. (At least 2 columns: a single one would be compiled by itself.)"""
+        longest = max(2, int(lengths[0]))
+        padded = torch.zeros(len(lengths) * longest, dtype=torch.int64)
+        padded[packed_index(lengths, longest)] = torch.from_numpy(token_ids)
+        self.decoder(input_ids=to_device(padded.view(len(lengths), -1), self.device), use_cache=False)
+        return self.capture.take()
 
 
 def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults) -> None:
@@ -2953,7 +3214,7 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
         faults.before_forward(m, device)
         forward = Span(device)
         shots = runner.forward(plan)
-        faults.after_capture(shots, m)
+        faults.after_capture(shots, plan)
         forward.end()
         started = time.perf_counter()
         with fabric.board.doing(f"waiting for a free slot for micro-batch {m}", HELPER):
@@ -4922,7 +5183,11 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     first_m = planner.first_m(first_step)
     if topology.role == "target":
         model = load_target(args.target, target_config, device)
-        runner = TargetRunner(model, config.target_layer_ids, with_last, device)
+        runner = TargetRunner(
+            model, config.target_layer_ids, with_last, device, args.target.target_layout, args.pipeline.compile
+        )
+        if topology.role_rank == 0:
+            print(f"target: {runner.describe()}", flush=True)
         del model  # the LM head and unread layers go
         runner.warm_up(planner, first_m, topology)
         fabric.start()

@@ -408,6 +408,7 @@ def trained(work, data, straight, sparse_flags, short_flags):
         Case("zero3-resumed", [*zero_flags("zero3", data), "--resume", f"{folder}/zero3/run/checkpoints/step-000002"]),
         Case("held-out", [*zero_flags("zero2", data), "--eval-data", other_data[1], "--eval-every", "3"]),
         Case("held-out-zero3", [*zero_flags("zero3", data), "--eval-data", other_data[1], "--eval-every", "3"]),
+        Case("packed", [*zero_flags("zero2", data), "--target-layout", "packed"]),
         Case("dpace", [*zero_flags("zero1", data), "--loss-weights", "dpace"]),
         Case("init-from", [*few, "--init-from", f"{folder}/zero1/run", "--max-steps", "1", "--learning-rate", "0"]),
         Case("sparse", sparse_flags),
@@ -453,6 +454,12 @@ def test_held_out_documents_are_measured_and_change_nothing(work, trained, data,
     assert result.metrics[-1]["held_out_loss"] == pytest.approx(loss, rel=1e-5)
     assert result.metrics[-1]["held_out_acceptance_length"] == pytest.approx(acceptance, abs=1e-9)
     assert len(result.metrics[-1]["held_out_slot_accuracy"]) == 15
+
+
+def test_target_with_its_documents_in_one_row_equals_a_padded_one(trained, references):
+    compare_with_reference(trained["packed"].check_ok(), references[ZERO["zero2"]])
+    assert "target: 6 layers; documents end to end\n" in trained["packed"].out[0]
+    assert "target: 6 layers; documents padded (" in trained["zero2"].out[0]
 
 
 def test_dpace_equals_plain_torch(trained, data):

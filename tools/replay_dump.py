@@ -138,14 +138,14 @@ def run_target(dump: Dump, replay: Replay, device: torch.device) -> dict[bool, t
     plan, args, layer_ids = dump.plan, dump.args, dump.config.target_layer_ids
     target_config = pipeline.load_target_config(args.target)
     with_last = args.data.loss == "kl"
-    runner = pipeline.TargetRunner(
-        pipeline.load_target(args.target, target_config, device), layer_ids, with_last, device
-    )
+    model = pipeline.load_target(args.target, target_config, device)
+    runner = pipeline.TargetRunner(model, layer_ids, with_last, device, args.target.target_layout)
+    del model
     shots = runner.forward(plan)
     last_id = dump.config.num_target_layers - 1
     for layer in sorted({*layer_ids, *([last_id] if with_last else [])}):
-        rows = [shot.captured[layer][i, :length] for shot, documents in shots
-                for i, length in enumerate(plan.lengths[documents])]  # fmt: skip
+        rows = [shot.captured[layer].flatten(0, 1)[shot.real_rows(plan.lengths[documents])]
+                for shot, documents in shots]  # fmt: skip
         replay.add(f"captured layer {layer}", torch.cat(rows), plan)
         replay.captured |= {f"layer.{layer}": torch.cat(rows).cpu()} if layer in layer_ids else {}
         replay.captured |= {"verifier_last": torch.cat(rows).cpu()} if layer == last_id and with_last else {}
