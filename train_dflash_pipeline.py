@@ -4006,17 +4006,14 @@ def checkpoint_files():
     return CheckpointFiles()
 
 
-def runs_compiled(args: Arguments, device: torch.device, zero_stage: int) -> bool:
-    """Whether the drafter and its loss are compiled. Not under ZeRO 3: its gather hooks would break every graph."""
-    return args.pipeline.compile and device.type == "cuda" and zero_stage < 3
-
-
-def compile_drafter(drafter: DFlashDrafter) -> None:
+def compile_drafter(drafter: DFlashDrafter, ends: FrozenEnds) -> None:
+    """Compile what a micro-batch runs: the drafter in its parts, and the loss over the head."""
     for module in (drafter.hidden_norm, *drafter.layers, drafter.norm):
         compiled(module)
+    ends.compiled = True
 
 
-def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
+def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabric: Fabric):
     """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
     # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
@@ -4033,8 +4030,8 @@ def build_engine(drafter: DFlashDrafter, args: Arguments, fabric: Fabric):
         drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay, fused=True,
     )  # fmt: skip
-    if runs_compiled(args, device, config["zero_optimization"]["stage"]):
-        compile_drafter(drafter)
+    if args.pipeline.compile and device.type == "cuda" and config["zero_optimization"]["stage"] < 3:
+        compile_drafter(drafter, ends)  # under ZeRO 3 the gather hooks would break every graph
     engine, *_ = deepspeed.initialize(
         model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=DrafterGroup(fabric.timeout)
     )
@@ -5196,8 +5193,7 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     if topology.role_rank == 0:
         announce(args, topology, device, planner, config, first_step)
     ends = load_frozen_ends(args.target, target_config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    engine = build_engine(build_drafter(config, args), args, fabric)
-    ends.compiled = runs_compiled(args, device, engine.zero_optimization_stage())
+    engine = build_engine(build_drafter(config, args), ends, args, fabric)
     if resumed is not None:
         load_checkpoint(engine, resumed)
     if first_m < planner.end_m:

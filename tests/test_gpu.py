@@ -170,9 +170,9 @@ args = pipeline.parse_arguments(["--target", "toy", "--tokens-per-micro-batch", 
 device, config = torch.device("cuda", 0), pipeline.load_target_config(args.target)
 ends = pipeline.load_frozen_ends(args.target, config, device, torch.bfloat16)
 drafter_config = pipeline.choose_drafter_config(args, config, pipeline.load_tokenizer(args.target))
-plan, ends.compiled = bench.make_plan(args), True
+plan = bench.make_plan(args, 4)
 drafter = pipeline.build_drafter(drafter_config, args).to(device, torch.bfloat16)
-pipeline.compile_drafter(drafter)
+pipeline.compile_drafter(drafter, ends)
 torch.manual_seed(0)
 features = torch.randn(4096, 5 * 1024, device=device, dtype=torch.bfloat16)
 batch, hashes = pipeline.DrafterBatch.from_plan(plan, drafter_config, device), []

@@ -103,7 +103,8 @@ def train(args: pipeline.Arguments, steps: int, output_dir: Path) -> None:
     documents, _ = pipeline.open_documents(pipeline.settle_documents(paths, args, tokenizer, show_progress=True))
     planner = pipeline.Planner(documents, args, num_drafters=1)
     steps = min(steps or planner.total_steps, planner.total_steps)
-    runner = pipeline.TargetRunner(pipeline.load_target(args.target, target_config, device), layer_ids, False, device)
+    model = pipeline.load_target(args.target, target_config, device)
+    runner = pipeline.TargetRunner(model, layer_ids, False, device, args.target.target_layout, args.pipeline.compile)
     ends = pipeline.load_frozen_ends(args.target, target_config, device, dtype)
     slot = pipeline.Slot(0, planner.tokens, len(layer_ids), text.hidden_size, False, target_config.dtype, device)
     torch.manual_seed(args.data.seed)  # SpecForge draws its anchors from the global generator

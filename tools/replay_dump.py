@@ -202,9 +202,8 @@ def run_drafter(dump: Dump, replay: Replay, weights: dict, inputs: dict, device:
         drafter = pipeline.DFlashDrafter(config)
         drafter.load_state_dict(weights)
         drafter.to(device, dtype)
-        ends.compiled = compiled
-        if compiled:
-            pipeline.compile_drafter(drafter)
+        if compiled:  # the last side: the loss stays compiled
+            pipeline.compile_drafter(drafter, ends)
         batch = pipeline.DrafterBatch.from_plan(plan, config, device)
         flags = pipeline.StageFlags()
         features, last = inputs[split]
