@@ -34,7 +34,10 @@ import faulthandler
 import functools
 import gzip
 import hashlib
+import heapq
+import importlib.metadata
 import inspect
+import ipaddress
 import itertools
 import json
 import math
@@ -217,6 +220,12 @@ class OptimizationArguments:
 @dataclass
 class PipelineArguments:
     num_target_ranks: str = setting("auto", "Target ranks; the others train. auto: five eighths, one of each at least.")
+    placement: str = setting(
+        "spread",
+        "How roles are laid over nodes; losses do not depend on it. spread: every node gets targets and drafters in "
+        "proportion, so that hidden states stay inside it; targets-first: the first nodes hold the targets.",
+        choices=["spread", "targets-first"],
+    )
     async_postprocess: bool = setting(
         True, "Pack, noise and send on a side stream and thread while the target computes the next forward."
     )
@@ -444,46 +453,104 @@ def noise_std_at(step: int, total_steps: int, args: DataArguments) -> float:
 
 @dataclass(frozen=True)
 class Topology:
-    """Who this process is. Target ranks come first, then drafter ranks."""
+    """Who this process is, and where every role lives. A role's ranks are numbered in the order of global ranks."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     num_targets: int
-    hosts: dict[int, str] = field(default_factory=dict, compare=False)  # by rank, filled in where there are several
+    hosts: dict[int, str] = field(default_factory=dict, compare=False)  # by rank, where there are several
+    nodes: tuple[int, ...] = ()  # by rank, the number of its node; empty: all on one
+    target_ranks: tuple[int, ...] = ()  # global ranks, ascending; empty: the first ones
 
     @property
     def num_drafters(self) -> int:
         return self.world_size - self.num_targets
 
+    @functools.cached_property
+    def ranks_of(self) -> dict[str, list[int]]:
+        """Role -> the global ranks that have it, in order of their rank within the role."""
+        targets = list(self.target_ranks or range(self.num_targets))
+        return {"target": targets, "drafter": sorted(set(range(self.world_size)) - set(targets))}
+
     @property
     def role(self) -> str:
-        return "target" if self.rank < self.num_targets else "drafter"
+        return "target" if self.rank in self.ranks_of["target"] else "drafter"
 
     @property
     def role_rank(self) -> int:
-        return self.rank if self.role == "target" else self.rank - self.num_targets
+        return self.ranks_of[self.role].index(self.rank)
 
     @property
     def role_size(self) -> int:
-        return self.num_targets if self.role == "target" else self.num_drafters
+        return len(self.ranks_of[self.role])
+
+    def global_rank(self, role: str, role_rank: int) -> int:
+        return self.ranks_of[role][role_rank]
+
+    def node_of(self, role: str, role_rank: int) -> int:
+        """The number of the node on which a rank lives."""
+        return self.nodes[self.global_rank(role, role_rank)] if self.nodes else 0
+
+    # Which ranks a micro-batch meets. Every target and every drafter works through its own numbers in order, and a
+    # transfer of m needs both at m. That cannot deadlock, whatever fixed function of m `target_of` is. Take the least m
+    # not yet received. Its target has sent all its smaller numbers, so it is at m. Its drafter has received all its
+    # smaller ones; if it lacks a free slot for m, it trains on one of them, and that ends: what it needs from the other
+    # drafters are their micro-batches of the same micro-step, m' with m' // D < m // D, and those are received, being
+    # smaller than m. A stream ends at one m for both of its sides, after which both pass over it (section 8).
+
+    @functools.cached_property
+    def target_table(self) -> list[int]:
+        """The target of every m of one period. Each target computes the same number of them, m mod T on one node.
+
+        On several nodes a micro-batch stays on its drafter's node as far as the targets there can take their drafters'
+        load; what they cannot take goes evenly, as it comes, to the nodes that have targets to spare.
+        """
+        num_targets, num_drafters = self.num_targets, self.num_drafters
+        targets, homes = defaultdict(list), [self.node_of("drafter", d) for d in range(num_drafters)]
+        for target in range(num_targets):
+            targets[self.node_of("target", target)].append(target)
+        # both in units of one T x D-th of all micro-batches
+        able = {node: len(targets[node]) * num_drafters for node in {*homes, *targets}}
+        wanted = {node: homes.count(node) * num_targets for node in able}
+        spare = {node: able[node] - wanted[node] for node in sorted(able) if able[node] > wanted[node]}
+        helpers = [(1 / share, node, 1) for node, share in spare.items()]  # when each is due, in units of the surplus
+        heapq.heapify(helpers)
+        table, asked, given = [], Counter(), Counter()
+        for m in range(math.lcm(num_targets, num_drafters)):
+            node = homes[m % num_drafters]
+            asked[node] += 1
+            if able[node] < wanted[node]:  # so often evenly: of `wanted` micro-batches `able` stay
+                stays = asked[node] * able[node] // wanted[node] > (asked[node] - 1) * able[node] // wanted[node]
+                if not stays:
+                    _, node, count = heapq.heappop(helpers)
+                    heapq.heappush(helpers, ((count + 1) / spare[node], node, count + 1))
+            table.append(targets[node][given[node] % len(targets[node])])
+            given[node] += 1
+        return table
 
     def target_of(self, m: int) -> int:
         """Target (rank within its role) that computes micro-batch m. Any fixed function of m gives the same run."""
-        return m % self.num_targets
+        return self.target_table[m % len(self.target_table)]
 
     def drafter_of(self, m: int) -> int:
         """Drafter (rank within its role) that trains on micro-batch m."""
         return m % self.num_drafters
 
+    def micro_batches_of(self, target: int, first_m: int) -> Iterator[int]:
+        """All numbers from `first_m` on that a target computes, in order, without end."""
+        return (m for m in itertools.count(first_m) if self.target_of(m) == target)
+
     def pairs(self) -> list[tuple[int, int]]:
         """All (target, drafter) that ever exchange a micro-batch, in the one order in which links are made."""
-        period = math.lcm(self.num_targets, self.num_drafters)
-        return sorted({(self.target_of(m), self.drafter_of(m)) for m in range(period)})
+        return sorted({(target, self.drafter_of(m)) for m, target in enumerate(self.target_table)})
 
-    def global_rank(self, role: str, role_rank: int) -> int:
-        return role_rank + (self.num_targets if role == "drafter" else 0)
+    def crossing_share(self) -> float:
+        """The share of micro-batches whose target and drafter live on different nodes."""
+        met = Counter((target, self.drafter_of(m)) for m, target in enumerate(self.target_table))
+        cross = sum(n for (t, d), n in met.items() if self.node_of("target", t) != self.node_of("drafter", d))
+        return cross / len(self.target_table)
 
     def of(self, rank: int) -> "Topology":
         """The same, seen from another rank."""
@@ -495,7 +562,7 @@ class Topology:
 
     def role_peers(self) -> list[int]:
         """The other ranks of this role, by global rank."""
-        return [rank for rank in self.others() if self.of(rank).role == self.role]
+        return [rank for rank in self.ranks_of[self.role] if rank != self.rank]
 
     def name(self, role: str, role_rank: int) -> str:
         """How messages call a rank: 'drafter 0 (rank 5)', or 'drafter 0 (rank 5 on host-b)' where hosts are known."""
@@ -508,7 +575,7 @@ class Topology:
 
 
 def read_topology(num_target_ranks: str) -> Topology:
-    """Topology from torchrun's environment. Raises UserError when the roles cannot be laid out."""
+    """Topology from torchrun's environment, as on one node. Raises UserError when the roles cannot be laid out."""
     if "RANK" not in os.environ:
         raise UserError("start with torchrun, for example: torchrun --nproc_per_node 2 train_dflash_pipeline.py")
     rank, world, local_rank, local_world = (
@@ -522,16 +589,96 @@ def read_topology(num_target_ranks: str) -> Topology:
             f"--num-target-ranks {num_targets} of {world} ranks leaves {max(0, world - num_targets)} drafter ranks: "
             f"both roles need at least 1"
         )
-    several_hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-    hosts = {rank: socket.gethostname()} if several_hosts else {}
-    return Topology(rank, world, local_rank, local_world, num_targets, hosts)
+    return Topology(rank, world, local_rank, local_world, num_targets)
+
+
+def num_nodes() -> int:
+    """How many torchrun agents the job has: a node is what one of them started."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def place_targets(nodes: tuple[int, ...], num_targets: int, placement: str) -> tuple[int, ...]:
+    """The global ranks that are targets, see --placement. `nodes`: the node of every rank. Rank `len(nodes) - 1` and,
+    with 'spread', one rank of node 0 at least are drafters."""
+    if placement == "targets-first":
+        return tuple(range(num_targets))
+    chosen, seen = [], 0
+    for node in sorted(set(nodes)):
+        own = [rank for rank, at in enumerate(nodes) if at == node]
+        before, seen = seen, seen + len(own)
+        chosen += own[: seen * num_targets // len(nodes) - before * num_targets // len(nodes)]
+    return tuple(sorted(chosen))
+
+
+def lay_over_nodes(topology: Topology, store, placement: str, limit_s: float) -> Topology:
+    """The topology with every rank's node and host, and the targets placed. Also settles which interface gloo uses.
+
+    Raises UserError with the words of a rank that failed before, or where one is not there after `limit_s` seconds.
+    """
+    if num_nodes() == 1:
+        return topology
+    own = [int(os.environ["GROUP_RANK"]), socket.gethostname(), address_towards(os.environ["MASTER_ADDR"])]
+    store.set(f"node/{topology.rank}", json.dumps(own))
+    deadline = time.monotonic() + limit_s
+
+    def read(key: str, rank: int):
+        while not store.check([key]):
+            if store.check(["failure"]):
+                raise UserError(store.get("failure").decode())
+            if time.monotonic() > deadline:
+                raise UserError(f"rank {rank} did not start within {limit_s:.0f} s; noticed on {own[1]}")
+            time.sleep(0.05)
+        return json.loads(store.get(key))
+
+    if topology.rank == 0:  # so that not every rank reads what every rank wrote
+        store.set("nodes", json.dumps([read(f"node/{rank}", rank) for rank in range(topology.world_size)]))
+    else:
+        deadline += 5  # rank 0 says first who is missing
+    known = read("nodes", 0)
+    choose_gloo_interface([address for _, _, address in known])
+    nodes, hosts = tuple(node for node, _, _ in known), {rank: host for rank, (_, host, _) in enumerate(known)}
+    targets = place_targets(nodes, topology.num_targets, placement)
+    return dataclasses.replace(topology, hosts=hosts, nodes=nodes, target_ranks=targets)
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on its way to another; nothing is sent."""
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return probe.getsockname()[0].split("%")[0]
+
+
+def choose_gloo_interface(addresses: list[str]) -> None:
+    """Keep gloo from listening where other hosts cannot reach it: it takes the address of the host's name, which many
+    systems map to 127.0.1.1. Then, unless GLOO_SOCKET_IFNAME is set, it gets the interface that leads to the others.
+
+    `addresses`: every rank's own address towards the rendezvous.
+    """
+    import psutil
+
+    def is_loopback(address: str) -> bool:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+    others = [address for address in addresses if not is_loopback(address)]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not others:
+        return
+    with contextlib.suppress(OSError):  # a name that leads nowhere
+        if not is_loopback(socket.getaddrinfo(socket.gethostname(), None)[0][4][0]):
+            return
+    own = {each.address.split("%")[0]: name for name, some in psutil.net_if_addrs().items() for each in some}
+    # towards the host of the rendezvous, or, on that one, whose own way there may be the loopback, towards another
+    mine = next((own[a] for a in others if a in own), None) or own.get(address_towards(others[0]))
+    if mine is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = mine
 
 
 def choose_device(requested: str, topology: Topology) -> tuple[torch.device, bool]:
     """(device, whether GPUs are shared). A GPU may serve one target and one drafter, never two ranks of a role."""
     gpus = torch.cuda.device_count() if requested != "cpu" else 0
     first = topology.rank - topology.local_rank
-    targets = min(max(0, topology.num_targets - first), topology.local_world_size)
+    on_host = set(range(first, first + topology.local_world_size))
+    targets = len(on_host.intersection(topology.ranks_of["target"]))
     needed = max(targets, topology.local_world_size - targets)
     if requested == "cuda" and gpus < needed:
         raise UserError(f"--device cuda: {needed} ranks of one role on this host, but {gpus} GPUs")
@@ -571,10 +718,24 @@ def open_store(topology: Topology, timeout_s: float) -> tuple[dist.Store, dist.S
     """
     limit = timedelta(seconds=max(timeout_s, SILENT_S))
     first, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=limit)))
+    return dist.PrefixStore(attempt(), first), store_client(limit)
+
+
+def attempt() -> str:
+    return f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def store_client(limit: timedelta) -> dist.Store:
+    """One more connection to the rendezvous store."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    second = dist.TCPStore(host, port, is_master=False, timeout=limit)
-    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
+    return dist.PrefixStore(attempt(), dist.TCPStore(host, port, is_master=False, timeout=limit))
+
+
+def tell_other_nodes(cause: str) -> None:
+    """Make a failure known that came before this rank had a FailureBoard: torchrun ends ranks of its own node only."""
+    if num_nodes() > 1:
+        with contextlib.suppress(Exception):  # the failure itself is what matters
+            store_client(timedelta(seconds=SILENT_S)).compare_set("failure", "", cause)
 
 
 def wait_for_key(store, key: str, what: str, announce_every_s: float = 60.0) -> None:
@@ -625,7 +786,7 @@ class FailureBoard:
     - when the next rank shows no sign of life: it was killed or stopped, or its machine is gone;
     - when this rank waited beyond the time-out: the cause is found by following who awaits whom to a rank that awaits
       nobody. If that one is in a stage that may last, or went on meanwhile, the wait goes on;
-    - when the store is gone, or the torchrun agent that started this process.
+    - when the store is gone or does not answer, or the torchrun agent that started this process is gone.
 
     Time is counted in rounds of this thread, not by the clock, so that a job that was suspended as a whole goes on.
     """
@@ -640,8 +801,10 @@ class FailureBoard:
         self.reporting = False
         self.ending = threading.Lock()  # taken once, by the thread that ends the process
         self.finished = threading.Event()
+        self.unanswered = 0  # seconds since the last round of the watch that came to its end
         self._publish()
         threading.Thread(target=self._watch, name="failure-watch", daemon=True).start()
+        threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
 
     # What this rank says of itself
 
@@ -698,7 +861,23 @@ class FailureBoard:
                 self._round()
             except Exception as error:
                 if not self.reporting and not self.finished.wait(2.0):
-                    self._end(f"lost the rendezvous store: {first_line(error)}")
+                    self._end(f"lost the rendezvous store {self._store_address()}: {first_line(error)}")
+            self.unanswered = 0
+
+    def _watch_store(self) -> None:
+        """The watch itself hangs in the store when the link to it is cut: TCP notices after a quarter of an hour."""
+        while not self.finished.wait(ROUND_S):
+            self.unanswered += 1
+            if not self.reporting and self.unanswered * ROUND_S > (limit_s := self._patience(self.state().may_last)):
+                self._end(f"no answer for {limit_s:.0f} s from the rendezvous store {self._store_address()}")
+
+    def _store_address(self) -> str:
+        return f"on {os.environ.get('MASTER_ADDR')}"
+
+    def _patience(self, may_last: bool) -> float:
+        """Seconds of silence after which a rank at work, or one in a stage that may last, is taken for dead. The latter
+        may keep its interpreter busy (a large file written in one call), so it has longer."""
+        return (max if may_last else min)(self.timeout_s, SILENT_S)
 
     def _round(self) -> None:
         for stage in list(self.stages.values()):
@@ -715,11 +894,9 @@ class FailureBoard:
             self._end(self._settle(f"{self._me()}{cause}"))
 
     def _silence(self) -> Optional[str]:
-        """Why the next rank is taken for dead, if it is. One that is starting or saving may keep its interpreter busy
-        (a large file written in one call), so it has longer."""
+        """Why the next rank is taken for dead, if it is."""
         sign, unchanged = self.next_signs.look(self.next_rank)
-        at_work = sign and not sign["may_last"]
-        limit_s = (min if at_work else max)(self.timeout_s, SILENT_S)
+        limit_s = self._patience(may_last=not sign or sign["may_last"])
         if unchanged * ROUND_S <= limit_s:
             return None
         return f"no sign of life for {limit_s:.0f} s from {self.describe(self.next_rank, sign)}"
@@ -778,13 +955,13 @@ class FailureBoard:
             try:
                 settled.append(self._settle((second_hand and self._first_hand(cause)) or cause))
             except RuntimeError as lost:  # with the store, every rank goes
-                settled.append(f"{self._me()}lost the rendezvous store: {first_line(lost)}")
+                settled.append(f"{self._me()}lost the rendezvous store {self._store_address()}: {first_line(lost)}")
 
         thread = threading.Thread(target=settle, daemon=True)  # the store may be gone, or not answer
         thread.start()
         thread.join(ASLEEP_ROUNDS * ROUND_S + 10)
         self.ending.acquire()
-        return settled[0] if settled else cause
+        return settled[0] if settled else f"{cause}; no answer from the rendezvous store {self._store_address()}"
 
     def _first_hand(self, cause: str) -> Optional[str]:
         """The failure that another rank reports within a few seconds, or who falls silent meanwhile."""
@@ -864,15 +1041,11 @@ class Fabric:
         wait_for_key(self.store, f"met/{place}", f"[{self.topology}] waiting for all ranks: {place}")
 
     def introduce(self) -> None:
-        """Learn the run's token and, where there are several hosts, their names, for messages."""
-        topology = self.topology
-        if topology.rank == 0:
+        """Learn the run's token."""
+        if self.topology.rank == 0:
             self.store.set("token", str(secrets.randbits(62)))
-        self.store.set(f"host/{topology.rank}", socket.gethostname())
         self.meet("connecting")
         self.token = int(self.store.get("token"))
-        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-            topology.hosts.update((r, self.store.get(f"host/{r}").decode()) for r in range(topology.world_size))
 
     def connect(self) -> None:
         """Make every group that the run will use, in one fixed order, so that nothing is made lazily later."""
@@ -904,7 +1077,8 @@ class Fabric:
             self.links[peer] = Link(control, payload, 1 - side, peer_rank, topology.name(peer_role, peer), self.board)
 
     def _gloo(self, key: str, rank: int, size: int):
-        """On the interfaces that GLOO_SOCKET_IFNAME lists, else on that of the host's name, as torch's own groups."""
+        """On the interfaces that GLOO_SOCKET_IFNAME lists (see `choose_gloo_interface`), else on that of the host's
+        name, as torch's own groups."""
         try:
             return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=self.timeout)
         except RuntimeError as error:
@@ -928,16 +1102,27 @@ class Fabric:
         self.meet("training")
         self.board.now("at work")
 
-    def check_same_everywhere(self, identity: dict) -> None:
-        """Compare `identity` with rank 0's over the store; raise UserError naming the first difference."""
-        if self.topology.rank == 0:
-            self.store.set("identity", json.dumps(identity))
-        wait_for_key(self.store, "identity", f"[{self.topology}] waiting for rank 0 to prepare the run")
-        reference = json.loads(self.store.get("identity"))
-        mine = json.loads(json.dumps(identity))
-        for key in mine:
-            if mine[key] != reference.get(key):
-                raise UserError(f"ranks disagree on {key}: {mine[key]} here, {reference.get(key)} on rank 0")
+    def check_same_everywhere(self, place: str, identity: dict) -> None:
+        """Compare `identity` over all ranks. Raises UserError on every rank, with one line that names what differs and
+        on which hosts. Called by every rank; `place` serves once in a run.
+        """
+        topology, store = self.topology, self.store
+        mine = {name: json.dumps(value, sort_keys=True) for name, value in identity.items()}
+        if topology.rank == 0:
+            store.set(f"{place}/reference", json.dumps(mine))
+        wait_for_key(store, f"{place}/reference", f"[{topology}] waiting for rank 0 to prepare the run")
+        reference = json.loads(store.get(f"{place}/reference"))
+        other = {name: value for name, value in mine.items() if value != reference.get(name)}
+        store.set(f"{place}/{topology.rank}", json.dumps(other))
+        if topology.rank == 0:
+            differences = []
+            for rank in range(topology.world_size):
+                wait_for_key(store, f"{place}/{rank}", f"[{topology}] waiting for {topology.of(rank)} to prepare it")
+                differences.append(json.loads(store.get(f"{place}/{rank}")))
+            store.set(f"{place}/verdict", describe_differences(reference, differences, topology))
+        wait_for_key(store, f"{place}/verdict", f"[{topology}] waiting for all ranks to prepare the run")
+        if verdict := store.get(f"{place}/verdict").decode():
+            raise UserError(verdict)
 
     def close(self) -> None:
         """Wait for every rank, then shut links down before the role's group."""
@@ -952,6 +1137,83 @@ class Fabric:
                 link.payload.shutdown()
         self.links.clear()
         dist.destroy_process_group()
+
+
+def describe_differences(reference: dict[str, str], differences: list[dict[str, str]], topology: Topology) -> str:
+    """What ranks have other than rank 0, as one line; '' where nothing. `differences`: of every rank, by name."""
+    def where(rank: int) -> str:
+        return topology.hosts.get(rank, f"rank {rank}")
+
+    parts = []
+    for name in sorted({name for own in differences for name in own}):
+        values = defaultdict(dict)  # value -> the places that have it, in order
+        for rank, own in enumerate(differences):
+            values[own.get(name, reference.get(name))][where(rank)] = None
+        shown = (f"{short(value)} on {', '.join(places)}" for value, places in values.items())
+        parts.append(f"{name} is {' but '.join(shown)}")
+    more = f"; and {len(parts) - 4} more" if len(parts) > 4 else ""
+    return f"ranks disagree: {'; '.join(parts[:4])}{more}" if parts else ""
+
+
+def short(text: Optional[str]) -> str:
+    return str(text) if len(str(text)) <= 60 else f"{text[:57]}..."
+
+
+def set_up_of(args: Arguments, device: torch.device) -> dict:
+    """What must be the same on every rank of a run before it looks at its data: settings, code and libraries.
+
+    Of flags that name files the contents count, wherever they lie.
+    """
+    paths = {"target", "tokenizer", "train_data", "eval_data", "output_dir", "init_from", "deepspeed"}
+    set_up = {f"--{name.replace('_', '-')}": value for name, value in args.flat().items() if name not in paths}
+    for name, path in (("--deepspeed (contents)", args.optimization.deepspeed), ("code version", __file__)):
+        set_up[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    for library in ("torch", "transformers", "deepspeed"):
+        set_up[library] = importlib.metadata.version(library)
+    nccl = torch.cuda.nccl.version() if device.type == "cuda" else ()
+    return set_up | {"NCCL": ".".join(map(str, nccl)), "kind of device": device.type}
+
+
+def shared_folder(folder: Path, topology: Topology, store) -> list[int]:
+    """The nodes that see the same `folder` as this one, itself included, found by a file that each of them writes there.
+
+    Called by every rank. Raises UserError where the folder cannot be written.
+    """
+    nodes = sorted(set(topology.nodes)) or [0]
+    if len(nodes) == 1:
+        return nodes
+    node = topology.nodes[topology.rank]
+    nonce = store.compare_set("folder/nonce", "", secrets.token_hex(8)).decode()  # a name that no cache knows
+    if topology.local_rank == 0:
+        mark = folder / f".{nonce}-{node}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            raise UserError(f"--output-dir {folder}: {first_line(error)}") from None
+        store.set(f"folder/marked/{node}", "")
+        for other in nodes:
+            wait_for_key(store, f"folder/marked/{other}", f"[{topology}] waiting for node {other} to write to {folder}")
+        for wait_s in (0, 1, 2):  # some file systems show a new file late
+            time.sleep(wait_s)
+            seen = [other for other in nodes if (folder / f".{nonce}-{other}").exists()]
+            if seen == nodes:
+                break
+        store.set(f"folder/seen/{node}", json.dumps(seen))
+        for other in nodes:
+            wait_for_key(store, f"folder/seen/{other}", f"[{topology}] waiting for node {other} to look into {folder}")
+        mark.unlink()
+    wait_for_key(store, f"folder/seen/{node}", f"[{topology}] waiting for the first rank of this node")
+    return json.loads(store.get(f"folder/seen/{node}"))
+
+
+def check_shared_by_drafters(folder: Path, shared: list[int], topology: Topology) -> None:
+    """Raise UserError where this rank is a drafter that does not see what drafter 0 writes: all write to a checkpoint."""
+    if topology.role == "drafter" and topology.node_of("drafter", 0) not in shared:
+        raise UserError(
+            f"--output-dir {folder} must be on a file system that all drafters share: {topology} does not see what "
+            f"{topology.name('drafter', 0)} writes there"
+        )
 
 
 # ======================================================================================================================
@@ -1430,8 +1692,12 @@ def check_prepared(path: str, text: dict) -> None:
         raise UserError(f"{path} was prepared with {', '.join(differences)}: prepare it again or use its settings")
 
 
-def load_documents(paths: list[str], args: Arguments, tokenizer, topology: Topology, store, name: str) -> Documents:
-    """The documents of `paths`, tokenised once per host (by local rank 0) and mapped into memory by all its ranks.
+def load_documents(paths: list[str], args: Arguments, tokenizer, topology: Topology, store, name: str,
+                   shared: Iterable[int] = ()) -> Documents:  # fmt: skip
+    """The documents of `paths`, tokenised once per file system and mapped into memory by all ranks of a host.
+
+    Local rank 0 of each node does it, after the first of the nodes that share the output folder (`shared`, of
+    `shared_folder`), whose cache it then finds.
 
     JSONL goes through a cache whose name is a hash of the files, the tokenizer, its template and the settings, so that
     a stale one is never read. A file of tools/prepare_data.py is taken as it is; raises UserError where it was made
@@ -1439,10 +1705,13 @@ def load_documents(paths: list[str], args: Arguments, tokenizer, topology: Topol
     """
     host = os.environ.get("GROUP_RANK", "0")
     if topology.local_rank == 0:
+        first = str(min(shared, default=host))
+        if first != host:
+            wait_for_key(store, f"data/{name}/{first}", f"[{topology}] waiting for host {first}'s {name} data")
         path = settle_documents(paths, args, tokenizer, show_progress=topology.rank == 0)
         store.set(f"data/{name}/{host}", str(path))
     # no rank goes on before every host is ready: this wait has no limit, those to come have one
-    for other in range(int(os.environ.get("GROUP_WORLD_SIZE", "1"))):
+    for other in range(num_nodes()):
         wait_for_key(store, f"data/{name}/{other}", f"[{topology}] waiting for host {other} to tokenise {name} data")
     return open_documents(store.get(f"data/{name}/{host}").decode())[0]
 
@@ -2351,7 +2620,8 @@ class FaultInjector:
         if self.fault is None:
             return
         self.kind, self.m, rank = self.fault
-        meets = {"target": topology.target_of(self.m), "drafter": topology.num_targets + topology.drafter_of(self.m)}
+        numbers = {"target": topology.target_of(self.m), "drafter": topology.drafter_of(self.m)}
+        meets = {role: topology.global_rank(role, number) for role, number in numbers.items()}
         self.rank = meets[FAULTS[self.kind]] if rank is None else rank
         can = [meets[FAULTS[self.kind]]] if self.kind in ONE_ROLE_FAULTS else list(meets.values())
         if self.rank not in can:
@@ -3156,7 +3426,7 @@ class TargetRunner:
             lengths = [max(3, min(n // 4, window)), *([window + 1] if window < n else [])]
             for rows, length in itertools.product((2, 1), lengths):
                 self._padded_pass(np.zeros(rows * length, np.int64), np.full(rows, length))
-        m = next(m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
+        m = next(topology.micro_batches_of(topology.role_rank, first_m))
         if m < planner.end_m:
             self.forward(planner.plan(m))
 
@@ -3204,9 +3474,7 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
     """Compute every micro-batch of this rank in order, then end each drafter's stream."""
     topology, device = fabric.topology, fabric.device
     sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested, guard, faults)
-    period = math.lcm(topology.num_targets, topology.num_drafters)
-    mine = (m for m in itertools.count(first_m) if topology.target_of(m) == topology.role_rank)
-    for m in mine:
+    for m in topology.micro_batches_of(topology.role_rank, first_m):
         if m >= planner.end_m or sender.stopping:
             break
         fabric.board.now(f"forward pass of micro-batch {m}")
@@ -3220,7 +3488,9 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
         with fabric.board.doing(f"waiting for a free slot for micro-batch {m}", HELPER):
             slot = ring.acquire("filling")
         sender.submit(SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
-    for end in range(m, m + period, topology.num_targets):  # every drafter, in the order in which they await it
+    for end in topology.micro_batches_of(topology.role_rank, m):  # every drafter, in the order in which they await it
+        if end >= m + len(topology.target_table):
+            break
         sender.submit(end)
     fabric.board.now("sending what is left", HELPER)
     sender.finish()
@@ -5131,6 +5401,8 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
     (folder / "config.yaml").write_text(yaml.safe_dump(args.flat(), sort_keys=False))
     print("settings: " + " ".join(f"{key}={value}" for key, value in args.flat().items()))
     print(f"ranks: {topology.num_targets} target + {topology.num_drafters} drafter on {device.type}")
+    if len(set(topology.nodes)) > 1:
+        print(describe_traffic(args, topology, planner, config))
     print(f"data: {planner.documents.summary()}")
     if planner.held_out is not None:
         print(f"held out: {planner.held_out.summary()}")
@@ -5142,10 +5414,30 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
     print(f"run: {planner.total_steps} steps{start} of {planner.micro_batches_per_step} micro-batches", flush=True)
 
 
+def describe_traffic(args: Arguments, topology: Topology, planner: Planner, config: DrafterConfig) -> str:
+    """Two lines: which roles live on which node, and what crosses between nodes in a step."""
+    places = defaultdict(Counter)
+    for rank, node in enumerate(topology.nodes):
+        places[node, topology.hosts[rank]][topology.of(rank).role] += 1
+    layout = [f"{host} {n['target']} target + {n['drafter']} drafter" for (_, host), n in sorted(places.items())]
+    layers = len(config.target_layer_ids) + (args.data.loss == "kl")
+    row_bytes = layers * config.hidden_size * getattr(torch, args.target.target_dtype).itemsize
+    step_mb, share = planner.micro_batches_per_step * planner.tokens * row_bytes / 1e6, topology.crossing_share()
+    gradients = "cross nodes" if len({topology.nodes[r] for r in topology.ranks_of["drafter"]}) > 1 else "stay on one"
+    return (
+        f"nodes ({args.pipeline.placement}): {', '.join(layout)}\n"
+        f"traffic: up to {step_mb:.1f} MB of hidden states a step, of which {step_mb * share:.1f} MB ({share:.0%}) "
+        f"cross nodes; gradients {gradients}"
+    )
+
+
 def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested: threading.Event) -> None:
     """Everything after the flags: shared start, then this rank's role to its end."""
     device, faults = fabric.device, FaultInjector(args.pipeline, topology)
     fabric.board.now("reading settings, tokenizer and data", may_last=True)
+    fabric.check_same_everywhere("set-up", set_up_of(args, device))
+    shared = shared_folder(Path(args.run.output_dir), topology, fabric.store)
+    check_shared_by_drafters(Path(args.run.output_dir), shared, topology)
     target_config = load_target_config(args.target)
     settle_target_dtype(args.target, target_config, device)
     text_config = target_config.get_text_config()
@@ -5154,18 +5446,18 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     check_tiles(args, device)
     load_deepspeed_config(args, device)
     documents = load_documents(
-        args.data.train_data or [str(DEMO_DATA)], args, tokenizer, topology, fabric.store, "train"
+        args.data.train_data or [str(DEMO_DATA)], args, tokenizer, topology, fabric.store, "train", shared
     )
     held_out = None
     if args.data.eval_data:
-        held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval")
+        held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval", shared)
     planner = Planner(documents, args, topology.num_drafters, held_out)
     identity = run_identity(args, documents, config, topology.num_drafters)
     resumed = choose_checkpoint(args, identity, fabric)
     first_step = resumed.step if resumed else 0
     course = {"first step": first_step, "steps": planner.total_steps, "shared GPUs": fabric.shares_gpus,
               "held-out data": held_out and held_out.fingerprint, "eval_every": args.data.eval_every}  # fmt: skip
-    fabric.check_same_everywhere(identity | course)
+    fabric.check_same_everywhere("run", identity | course)
     fabric.connect()
     fabric.board.now("loading and warming up the model", may_last=True)
 
@@ -5206,6 +5498,9 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     trainer.train(first_step, identity)
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
 def request_stop_on_signals() -> threading.Event:
     """An event that SIGTERM, SIGUSR1 and the first Ctrl-C set: finish the step, save, exit 0."""
     requested, seen = threading.Event(), []
@@ -5217,7 +5512,7 @@ def request_stop_on_signals() -> threading.Event:
             seen.append(number)  # first: a signal that comes while the event is being set must not wait for its lock
             requested.set()
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, handler)
     return requested
 
@@ -5227,8 +5522,9 @@ def main() -> int:
     try:
         faulthandler.enable()  # a crash in native code shows where it was
         args = parse_arguments()
-        topology = read_topology(args.pipeline.num_target_ranks)
-        store, board_store = open_store(topology, args.pipeline.transport_timeout)
+        on_one_node, limit_s = read_topology(args.pipeline.num_target_ranks), args.pipeline.transport_timeout
+        store, board_store = open_store(on_one_node, limit_s)
+        topology = lay_over_nodes(on_one_node, store, args.pipeline.placement, max(limit_s, SILENT_S))
         board = FailureBoard(topology, board_store, args.pipeline.transport_timeout)
         stop_requested = request_stop_on_signals()
         device, shares_gpus = choose_device(args.pipeline.device, topology)
@@ -5238,12 +5534,16 @@ def main() -> int:
         fabric = Fabric(topology, device, shares_gpus, store, board)
         run_role(args, topology, fabric, stop_requested)
         fabric.close()
+        for number in STOP_SIGNALS:  # may come more than once, and the interpreter's end takes the handler away
+            signal.signal(number, signal.SIG_IGN)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if not isinstance(error, (UserError, TransportError, NonFiniteError)) and not PEER_GONE.search(str(error)):
             traceback.print_exc()
         who = f"[{topology}] " if topology else ""
         cause = board.report(error) if board else f"{who}{first_line(error)}"
+        if board is None:
+            tell_other_nodes(f"[rank {os.environ.get('RANK')} on {socket.gethostname()}] {cause}")
         own = cause.startswith(who)
         line = f"{who}error: {cause.removeprefix(who)}" if own else f"{who}stopping: {cause}"
         print(f"\n{line}" if board else line, file=sys.stderr, flush=True)  # a progress bar may stand in the last line

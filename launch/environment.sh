@@ -1,12 +1,14 @@
+# shellcheck shell=bash
 # Makes the Python environment and goes to the repository's root. Sourced by the other scripts, not run by itself.
-# Sets $python. DFLASH_VENV names another place for the environment than .venv.
+# Sets $python. DFLASH_VENV names another place for the environment than .venv; DFLASH_PYTHON an interpreter that has all
+# of requirements.txt, and nothing is made then.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 trap 'echo "failed: $0, line $LINENO: $BASH_COMMAND" >&2' ERR
 
 venv="${DFLASH_VENV:-$PWD/.venv}"
-python="$venv/bin/python"
-if ! cmp -s requirements.txt "$venv/requirements.installed"; then
+python="${DFLASH_PYTHON:-$venv/bin/python}"
+if [ -z "${DFLASH_PYTHON:-}" ] && ! cmp -s requirements.txt "$venv/requirements.installed"; then
     base=""
     for candidate in python3 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then

@@ -115,16 +115,26 @@ class CaseResult:
 
 def run_cases(ranks: int, cases: list[Case], folder: Path) -> dict[str, CaseResult]:
     """Run the cases one after the other on the given number of ranks."""
+    server, log = write_cases(cases, folder), folder / "torchrun.log"
+    with started(torchrun_command(ranks, *server), log) as process:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(120 + sum(case.limit_s for case in cases))
+    assert process.returncode == 0, log.read_text()
+    return read_cases(ranks, cases, folder)
+
+
+def write_cases(cases: list[Case], folder: Path) -> tuple[Path, list[str]]:
+    """What torchrun is to start for these cases: (script, flags)."""
     folder.mkdir(parents=True)
     for case in cases:
         (folder / case.name).mkdir()
     listing = folder / "cases.json"
     listing.write_text(json.dumps([vars(case) for case in cases]))
-    log = folder / "torchrun.log"
-    with started(torchrun_command(ranks, Path(__file__).resolve(), [str(listing)]), log) as process:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(120 + sum(case.limit_s for case in cases))
-    assert process.returncode == 0, log.read_text()
+    return Path(__file__).resolve(), [str(listing)]
+
+
+def read_cases(ranks: int, cases: list[Case], folder: Path) -> dict[str, CaseResult]:
+    """What the cases left behind, by name."""
     results = {}
     for case in cases:
         place = folder / case.name

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+import time
 
 import psutil
 import pytest
@@ -190,6 +191,8 @@ class QuietBoard(pipeline.FailureBoard):
     def _watch(self):
         pass
 
+    _watch_store = _watch
+
     def _end(self, cause):
         self.ended = self.ended or cause
 
@@ -287,6 +290,26 @@ def test_silence_is_noticed_before_the_time_out(boards):
     took = rounds(boards, 100, silent=[2])
     assert pipeline.SILENT_S <= took <= pipeline.SILENT_S + 3
     assert "no sign of life for 30 s from drafter 0 (rank 2), last seen at: at work" in boards[1].ended
+
+
+def test_a_store_that_does_not_answer_is_noticed(monkeypatch):
+    """Where the link to it is cut, a round of the watch never ends."""
+    monkeypatch.setattr(pipeline, "ROUND_S", 0.01)
+    monkeypatch.setenv("MASTER_ADDR", "host-a")
+
+    class HangingBoard(QuietBoard):
+        _watch_store = pipeline.FailureBoard._watch_store
+
+    board = HangingBoard(0, dist.HashStore(), timeout_s=0.5)
+    board.now("saving", may_last=True)
+    time.sleep(1)
+    assert board.ended is None  # 30 s at least
+    board.now("at work")
+    deadline = time.monotonic() + 30
+    while board.ended is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    board.finished.set()
+    assert board.ended == "no answer for 0 s from the rendezvous store on host-a"
 
 
 def test_a_rank_that_saves_may_be_silent_up_to_the_time_out(boards):

@@ -665,48 +665,6 @@ def test_a_payload_crosses_through_host_memory_or_directly(staged):
     assert received.hidden[4 * 6 :].isnan().all() and received.last[4 * 3 :].isnan().all()
 
 
-def topologies():
-    for targets, drafters in itertools.product(range(1, 9), range(1, 9)):
-        size = targets + drafters
-        yield [pipeline.Topology(rank, size, rank, size, targets) for rank in range(size)]
-
-
-def test_roles_cover_every_rank():
-    for ranks in topologies():
-        any_rank = ranks[0]
-        roles = [(r.role, r.role_rank, r.role_size) for r in ranks]
-        sizes = (("target", any_rank.num_targets), ("drafter", any_rank.num_drafters))
-        assert roles == [(role, i, size) for role, size in sizes for i in range(size)]
-        assert [str(r) for r in ranks] == [any_rank.name(role, i) for role, i, _ in roles]
-
-
-def test_every_micro_batch_has_a_link_made_at_start():
-    for ranks in topologies():
-        pairs = ranks[0].pairs()
-        assert all(rank.pairs() == pairs for rank in ranks), "links must be made in one order"
-        used = {(ranks[0].target_of(m), ranks[0].drafter_of(m)) for m in range(300)}
-        assert used == set(pairs) and len(pairs) == len(set(pairs))
-
-
-def test_sends_and_receives_follow_one_order_without_deadlock():
-    """Blocking rendezvous of every rank's program, ends included: all programs run to their end."""
-    for ranks in topologies():
-        any_rank, last_m = ranks[0], 37
-        targets, drafters = any_rank.num_targets, any_rank.num_drafters
-        period = math.lcm(targets, drafters)
-        send = {t: [(m, any_rank.drafter_of(m)) for m in range(t, last_m + period, targets)] for t in range(targets)}
-        receive = {d: [(m, any_rank.target_of(m)) for m in range(d, last_m + period, drafters)] for d in range(drafters)}
-        progress = True
-        while progress:
-            progress = False
-            for t, program in send.items():
-                if program and receive[program[0][1]] and receive[program[0][1]][0] == (program[0][0], t):
-                    receive[program[0][1]].pop(0)
-                    program.pop(0)
-                    progress = True
-        assert not any(send.values()) and not any(receive.values())
-
-
 def test_two_threads_plan_at_once(data):
     """A drafter plans on its main thread and on its receiver's: both see the epochs of a planner used alone."""
     _, alone = make_planner([*SMALL, *data])
