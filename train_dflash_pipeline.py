@@ -219,7 +219,11 @@ class OptimizationArguments:
 
 @dataclass
 class PipelineArguments:
-    num_target_ranks: str = setting("auto", "Target ranks; the others train. auto: five eighths, one of each at least.")
+    num_target_ranks: str = setting(
+        "auto",
+        "Target ranks; the others train. auto: five eighths, one of each at least. measure: as auto, and after a few "
+        "steps say which split of the same ranks would be faster, by the rates measured.",
+    )
     placement: str = setting(
         "spread",
         "How roles are laid over nodes; losses do not depend on it. spread: every node gets targets and drafters in "
@@ -411,8 +415,8 @@ def check_arguments(args: Arguments) -> None:
     full = drafter.num_full_attention_layers
     if full is not None and not 0 <= full <= drafter.num_draft_layers:
         raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
-    if pipe.num_target_ranks != "auto" and not pipe.num_target_ranks.isdigit():
-        raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, or auto")
+    if pipe.num_target_ranks not in ("auto", "measure") and not pipe.num_target_ranks.isdigit():
+        raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, auto or measure")
     if (data.max_document_tokens or 0) > data.tokens_per_micro_batch:
         raise UserError("--max-document-tokens must not exceed --tokens-per-micro-batch: a document is never cut")
     for flag, paths in (("--train-data", data.train_data), ("--eval-data", data.eval_data)):
@@ -583,7 +587,7 @@ def read_topology(num_target_ranks: str) -> Topology:
     )
     if world < 2:
         raise UserError("one rank cannot hold both roles: start at least 2 (torchrun --nproc_per_node 2)")
-    num_targets = max(1, world * 5 // 8) if num_target_ranks == "auto" else int(num_target_ranks)
+    num_targets = max(1, world * 5 // 8) if num_target_ranks in ("auto", "measure") else int(num_target_ranks)
     if not 1 <= num_targets < world:
         raise UserError(
             f"--num-target-ranks {num_targets} of {world} ranks leaves {max(0, world - num_targets)} drafter ranks: "
@@ -3115,6 +3119,7 @@ class HiddenStateReceiver:
         finite = self._receive_payload(link, m, header, slot)
         for name in ("forward", "pack", "wait"):
             self.target_times[name] += getattr(header, f"{name}_us") / 1e3
+        self.target_times["micro_batches"] += 1
         if not finite:
             self.ring.hand_over(slot, "receiving", "free")
         self.ready.put((m, slot if finite else None))
@@ -5077,6 +5082,102 @@ class Monitor:
         self.writer.close()
 
 
+@dataclass(frozen=True)
+class Split:
+    """A number of ranks divided into roles, and what each role alone would manage, in micro-batches a second."""
+
+    num_targets: int
+    num_drafters: int
+    accumulation: int
+    target_rate: float
+    drafter_rate: float
+
+    @property
+    def rate(self) -> float:
+        """Of the whole: the slower role's, as long as the slots even out what is not steady."""
+        return min(self.target_rate, self.drafter_rate)
+
+
+def rank_splits(num_ranks: int, micro_batches_per_step: int, target_ms: float, micro_ms: float, step_ms: float,
+                target_tp: int = 1) -> list[Split]:  # fmt: skip
+    """Every split of `num_ranks` into targets of `target_tp` ranks and drafters, the fastest first.
+
+    target_ms: of one target and micro-batch. micro_ms: of one drafter and micro-batch, forward and backward.
+    step_ms: of an optimizer step. Every split takes the accumulation nearest to `micro_batches_per_step`, at least 1.
+    """
+    splits = []
+    for targets in range(1, (num_ranks - 1) // target_tp + 1):
+        drafters = num_ranks - targets * target_tp
+        accumulation = max(1, round(micro_batches_per_step / drafters))
+        drafter_rate = 1e3 * drafters * accumulation / (accumulation * micro_ms + step_ms)
+        splits.append(Split(targets, drafters, accumulation, 1e3 * targets / target_ms, drafter_rate))
+    return sorted(splits, key=lambda split: -split.rate)
+
+
+class SplitAdvisor:
+    """--num-target-ranks measure: what both roles need in the run's first steps, and the split that this asks for."""
+
+    WARM_UP, MEASURED = 2, 8  # steps
+
+    def __init__(self, topology: Topology, control, args: Arguments):
+        self.topology, self.control = topology, control
+        self.accumulation = args.optimization.gradient_accumulation_steps
+        self.in_line = not args.pipeline.async_postprocess
+        self.steps = 0
+        self.times: list[list[float]] = []  # by measured step, see `step_times`
+
+    def add(self, record: StepRecord) -> Optional[str]:
+        """Take in a step, on every drafter alike; after the last one measured, the advice."""
+        self.steps += 1
+        if self.WARM_UP < self.steps <= self.WARM_UP + self.MEASURED:
+            self.times.append(self.step_times(record))
+            if len(self.times) == self.MEASURED:
+                return self.advice(*np.median(self.times, axis=0).tolist())
+        return None
+
+    def step_times(self, record: StepRecord) -> list[float]:
+        """Milliseconds of one step: a target's for a micro-batch, a drafter's for one, and a drafter's once a step.
+
+        Drafters wait for each other within the backward pass and the step; whoever comes last does not wait, so the
+        shortest time of each stage over the drafters is what it takes.
+        """
+        spans = [span.ms() for name in ("forward", "backward", "step") for span in record.spans[name]]
+        rest = max(0.0, record.wall_s * 1e3 - record.receive_wait_ms - sum(spans))
+        shortest = torch.tensor([*spans, rest], dtype=torch.float64)
+        self.control.allreduce([shortest], dist.ReduceOp.MIN).wait()
+        busy = record.target_times["forward"] + (record.target_times["pack"] if self.in_line else 0.0)
+        sums = torch.tensor([busy, record.target_times["micro_batches"]], dtype=torch.float64)
+        self.control.allreduce([sums], dist.ReduceOp.SUM).wait()
+        micro_ms = shortest[: 2 * self.accumulation].sum() / self.accumulation
+        step_ms = shortest[2 * self.accumulation :].sum()
+        return [float(sums[0] / sums[1].clamp(min=1)), float(micro_ms), float(step_ms)]
+
+    def advice(self, target_ms: float, micro_ms: float, step_ms: float) -> str:
+        """The one line that the user reads."""
+        targets, drafters = self.topology.num_targets, self.topology.num_drafters
+        batch = drafters * self.accumulation
+        splits = rank_splits(self.topology.world_size, batch, target_ms, micro_ms, step_ms)
+        best, gain = splits[0], splits[0].rate / next(s.rate for s in splits if s.num_targets == targets)
+        start = (
+            f"ranks: a target needs {target_ms:.1f} ms for a micro-batch, a drafter {micro_ms:.1f} ms and "
+            f"{step_ms:.1f} ms once a step (medians of {self.MEASURED} steps):"
+        )
+        if gain < 1.03:
+            return f"{start} targets {targets} : drafters {drafters} is balanced within 3 %: keep"
+        flags = f"--num-target-ranks {best.num_targets} --gradient-accumulation-steps {best.accumulation}"
+        if best.num_drafters * best.accumulation == batch:
+            batch_note = f"the global batch stays at {batch} micro-batches, so the run may go on from its checkpoint"
+        else:
+            batch_note = (
+                f"no accumulation keeps the global batch of {batch} micro-batches with {best.num_drafters} drafters: "
+                f"it would be {best.num_drafters * best.accumulation}, so start anew in another --output-dir"
+            )
+        return (
+            f"{start} {best.num_targets} : {best.num_drafters} would give about {gain:.2f}x of "
+            f"{targets} : {drafters}: start again with {flags} ({batch_note})"
+        )
+
+
 # ======================================================================================================================
 # 14. Drafter rank. In: hidden states in slots. Out: optimizer steps, metrics, checkpoints.
 # ======================================================================================================================
@@ -5347,12 +5448,17 @@ class DrafterTrainer:
         args, board, total = self.args, self.fabric.board, self.planner.total_steps
         monitor = Monitor(args, first_step, total) if self.fabric.topology.role_rank == 0 else None
         pending, step, saved = None, first_step, first_step
+        measures = args.pipeline.num_target_ranks == "measure"
+        advisor = SplitAdvisor(self.fabric.topology, self.fabric.role_control, args) if measures else None
 
         def settle(record: Optional[StepRecord]) -> None:
             if record is not None:
                 self.count_skips(record)
+                advice = advisor.add(record) if measures else None
                 if monitor is not None:
                     monitor.write(record)
+                    if advice is not None:
+                        monitor.bar.write(advice)
 
         while step < total:
             record = self.train_step(step)
@@ -5382,6 +5488,9 @@ class DrafterTrainer:
         board.now("ending the streams", HELPER)
         self.receiver.finish()
         if monitor is not None:
+            if measures and len(advisor.times) < advisor.MEASURED:
+                needed = advisor.WARM_UP + advisor.MEASURED
+                monitor.bar.write(f"ranks: {advisor.steps} steps are too few to measure a split: {needed} are needed")
             if saved < total:
                 monitor.bar.write(f"stopped by a signal after step {saved} of {total}; the same command goes on from it")
             monitor.close()

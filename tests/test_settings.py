@@ -73,7 +73,7 @@ def test_switches_have_a_no_twin(name):
         ("--eval-data nowhere.jsonl", "--eval-data nowhere.jsonl: no such file"),
         ("--loss-gamma 0", "--loss-gamma 0.0: must be above 0"),
         ("--num-draft-layers 2 --num-full-attention-layers 3", "the drafter has 2 layers"),
-        ("--num-target-ranks many", "--num-target-ranks many: a number, or auto"),
+        ("--num-target-ranks many", "--num-target-ranks many: a number, auto or measure"),
         ("--max-document-tokens 2000", "a document is never cut"),
         ("--train-data nowhere.jsonl", "--train-data nowhere.jsonl: no such file"),
         ("--deepspeed nowhere.json", "--deepspeed nowhere.json: no such file"),
@@ -143,6 +143,7 @@ def topology(monkeypatch, rank: int, world: int, num_target_ranks: str):
 @pytest.mark.parametrize("world, targets", [(2, 1), (3, 1), (4, 2), (8, 5), (16, 10)])
 def test_five_eighths_of_the_ranks_are_targets(monkeypatch, world, targets):
     roles = [topology(monkeypatch, rank, world, "auto") for rank in range(world)]
+    assert roles == [topology(monkeypatch, rank, world, "measure") for rank in range(world)]
     assert [r.role for r in roles] == ["target"] * targets + ["drafter"] * (world - targets)
     assert [r.role_rank for r in roles] == [*range(targets), *range(world - targets)]
 
