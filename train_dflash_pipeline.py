@@ -60,6 +60,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from types import SimpleNamespace
 from typing import Iterable, Iterator, Optional
 
 import numpy as np
@@ -1277,15 +1278,15 @@ class Documents:
         return digest.hexdigest()[:16]
 
     def summary(self) -> str:
-        text = (
+        return (
             f"{len(self):,} documents, {self.offsets[-1]:,} tokens, {self.loss_mask.mean():.0%} supervised, "
-            f"longest {self.lengths.max():,}"
+            f"longest {self.lengths.max():,}; rows left out: {by_reason(self.dropped) or 'none'}"
         )
-        return f"{text}; rows left out: {self.reasons()}"
 
-    def reasons(self) -> str:
-        """What was left out, by reason, as text."""
-        return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+
+def by_reason(dropped: dict[str, int]) -> str:
+    """What was left out, as text; empty where nothing was."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
 
 
 class RowError(ValueError):
@@ -1393,10 +1394,9 @@ def plain_message(message: dict) -> dict:
         raise RowError("with a turn without a role")
     content = message.get("content", "")
     if isinstance(content, list):
-        parts = [part if isinstance(part, dict) and part.get("type") == "text" else {} for part in content]
-        content = [part.get("text") for part in parts]
-        content = "".join(content) if all(isinstance(text, str) for text in content) else None
-        message["content"] = content
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        message["content"] = content = "".join(texts) if whole else None
     if not isinstance(content, str):
         raise RowError("with content that is not text")
     if message.get("tool_calls"):
@@ -1455,6 +1455,23 @@ class ChatTokenizer:
         self.template_kwargs = template_kwargs or {}
         self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_texts = [tokenizer.added_tokens_decoder[i].content for i in sorted(self.special_ids)]
+
+    def describe(self) -> dict:
+        """What decides, beside the rows, which documents they become, by the name that an error gives it."""
+
+        def digest(value) -> str:
+            return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        backend |= {"truncation": None, "padding": None}  # left by earlier calls
+        return {
+            "tokenizer": digest([backend, self.tokenizer.special_tokens_map]),
+            "chat template": digest(self.tokenizer.chat_template),
+            "--chat-template-kwargs": self.template_kwargs,
+            "--max-document-tokens": self.max_tokens,
+            "--cut-off-answers": self.cut_off_answers,
+            "layout": 3,
+        }
 
     def documents(self, row: dict) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
         """([(token ids int32, loss mask bool)], [why a document, or the whole row, is left out]) of a row.
@@ -1606,56 +1623,37 @@ class ChatTokenizer:
             raise RowError(f"over {self.max_tokens} tokens")
 
 
-def join_documents(parts: Iterable[Documents], paths: list[str], tokenizer, show_progress: bool) -> Documents:
-    """The documents of consecutive chunks of the files as one. Raises UserError, with the reasons, if there is none."""
+def tokenise_rows(paths: list[str], chat: ChatTokenizer, show_progress: bool,
+                  parts: Optional[Iterable[Documents]] = None) -> Documents:  # fmt: skip
+    """Read and tokenise every row; rows that give no usable document are counted by reason, and where none gives one,
+    UserError tells them.
+
+    parts: what `tokenise_lines` makes of consecutive chunks of the files, where other processes do that.
+    """
     from tqdm import tqdm
 
     kept, dropped, num_rows = [], Counter(), 0
     total = sum(1 for _ in read_lines(paths)) if show_progress else None
     with tqdm(total=total, desc="tokenising", unit=" rows", disable=not show_progress, leave=False) as bar:
-        for part in parts:
+        for part in parts or map(chat.tokenise_lines, line_chunks(paths)):
             kept.append((part.token_ids, part.loss_mask, part.lengths, part.rows + num_rows))
             dropped.update(part.dropped)
             num_rows += part.num_rows
             bar.update(part.num_rows)
     if not any(len(rows) for *_, rows in kept):
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "the files are empty"
-        template = f" with the chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
-        raise UserError(f"no usable row in {', '.join(paths)}{template}: {reasons}")
+        name = chat.tokenizer.name_or_path
+        template = f" with the chat template of {name}" if name else ""
+        raise UserError(f"no usable row in {', '.join(paths)}{template}: {by_reason(dropped) or 'the files are empty'}")
     ids, mask, lengths, rows = (np.concatenate(arrays) for arrays in zip(*kept))
     return Documents(ids, mask, np.append(0, np.cumsum(lengths)), rows, dict(sorted(dropped.items())), num_rows)
 
 
-def tokenise_rows(paths: list[str], tokenizer, max_tokens: int, show_progress: bool, cut_off_answers: str = "keep",
-                  template_kwargs: Optional[dict] = None) -> Documents:  # fmt: skip
-    """Read and tokenise every row. Rows that give no usable document are counted by reason."""
-    chat = ChatTokenizer(tokenizer, max_tokens, cut_off_answers, template_kwargs)
-    return join_documents(map(chat.tokenise_lines, line_chunks(paths)), paths, tokenizer, show_progress)
-
-
-def describe_text(tokenizer, max_tokens: int, cut_off_answers: str, template_kwargs: dict) -> dict:
-    """What decides, beside the rows, which documents they become, by the name that an error gives it."""
-
-    def digest(value) -> str:
-        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}  # state of calls
-    return {
-        "tokenizer": digest([backend, tokenizer.special_tokens_map]),
-        "chat template": digest(tokenizer.chat_template),
-        "--chat-template-kwargs": template_kwargs,
-        "--max-document-tokens": max_tokens,
-        "--cut-off-answers": cut_off_answers,
-        "layout": 3,
-    }
-
-
 def write_documents(documents: Documents, path: Path, text: dict) -> None:
-    """One safetensors file, whole or not there at all, the same bytes each time; `text`: what `describe_text` gave."""
+    """One safetensors file, whole or not there at all, the same bytes each time. text: of `ChatTokenizer.describe`."""
     from safetensors.torch import save_file
 
-    about = {"text": text, "fingerprint": documents.fingerprint}
-    about |= {"dropped": documents.dropped, "num_rows": documents.num_rows}
+    about = {"text": text, "fingerprint": documents.fingerprint, "dropped": documents.dropped,
+             "num_rows": documents.num_rows}  # fmt: skip
     arrays = {name: torch.from_numpy(getattr(documents, name)) for name in DOCUMENT_ARRAYS}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.environ.get('GROUP_RANK', '0')}.partial")  # hosts may share the folder
@@ -1666,7 +1664,7 @@ def write_documents(documents: Documents, path: Path, text: dict) -> None:
 
 
 def open_documents(path: str | Path) -> tuple[Documents, dict]:
-    """(documents, what `describe_text` gave) of a file of `write_documents`.
+    """(documents, what `ChatTokenizer.describe` gave) of a file of `write_documents`.
 
     The arrays are mapped into memory, not read: all processes of a host share them. Raises UserError for another file.
     """
@@ -1677,16 +1675,15 @@ def open_documents(path: str | Path) -> tuple[Documents, dict]:
             about = json.loads(file.metadata()["documents"])
             arrays = [file.get_tensor(name).numpy() for name in DOCUMENT_ARRAYS]
         mapped = open(path, "rb")
+        documents = Documents(*arrays, about["dropped"], about["num_rows"], mapped, os.fstat(mapped.fileno()).st_size)
+        documents.fingerprint = about["fingerprint"]  # hashed when they were written
+        return documents, about["text"]
     except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path} is no file of tools/prepare_data.py: {first_line(error)}") from None
-    size = os.fstat(mapped.fileno()).st_size
-    documents = Documents(*arrays, about["dropped"], about["num_rows"], mapped, size)
-    documents.fingerprint = about["fingerprint"]  # hashed when they were written
-    return documents, about["text"]
 
 
 def check_prepared(path: str, text: dict) -> None:
-    """Raise UserError, naming what differs, unless a prepared file was made as `text` (of `describe_text`) says."""
+    """Raise UserError, naming what differs, unless a prepared file was made as text (of `ChatTokenizer.describe`) says."""
     saved, differences = open_documents(path)[1], []
     for name, here in text.items():
         if (there := saved.get(name)) != here:
@@ -1723,8 +1720,10 @@ def load_documents(paths: list[str], args: Arguments, tokenizer, topology: Topol
 def settle_documents(paths: list[str], args: Arguments, tokenizer, show_progress: bool) -> Path:
     """The file with the documents of `paths` for this run: the prepared one, or the cache, made if it is missing."""
     data, kwargs = args.data, parse_template_kwargs(args.data.chat_template_kwargs)
-    max_tokens = data.max_document_tokens or data.tokens_per_micro_batch
-    text = describe_text(tokenizer, max_tokens, data.cut_off_answers, kwargs)
+    chat = ChatTokenizer(
+        tokenizer, data.max_document_tokens or data.tokens_per_micro_batch, data.cut_off_answers, kwargs
+    )
+    text = chat.describe()
     if is_prepared(paths):
         check_prepared(paths[0], text)
         return Path(paths[0])
@@ -1737,8 +1736,7 @@ def settle_documents(paths: list[str], args: Arguments, tokenizer, show_progress
             raise UserError(f"cannot read {path}: {first_line(error)}") from None
     cache = Path(args.run.output_dir) / "data" / f"{key.hexdigest()[:16]}.safetensors"
     if not cache.exists():
-        documents = tokenise_rows(paths, tokenizer, max_tokens, show_progress, data.cut_off_answers, kwargs)
-        write_documents(documents, cache, text)
+        write_documents(tokenise_rows(paths, chat, show_progress), cache, text)
     return cache
 
 
@@ -1765,15 +1763,11 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int]) 
             if requested == token:
                 raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
         return requested
-    own = tokenizer.mask_token_id
-    if own is not None and own < embedding_rows and own not in taken.values():
-        return own
     beyond = max(tokenizer.get_vocab().values()) + 1
-    if beyond < embedding_rows:
-        return beyond
-    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-        free = token_id < embedding_rows and token_id not in taken.values()
-        if free and token.special and token.content not in tokenizer.chat_template:
+    unused = [i for i, token in sorted(tokenizer.added_tokens_decoder.items())
+              if token.special and token.content not in tokenizer.chat_template]  # fmt: skip
+    for token_id in (tokenizer.mask_token_id, beyond, *unused):
+        if token_id is not None and token_id < embedding_rows and token_id not in taken.values():
             return token_id
     raise UserError("no token is free to serve as mask token: name one with --mask-token-id")
 
@@ -2492,43 +2486,40 @@ class Guard:
         named = list(zip(self.config.target_layer_ids, layers))
         return named if last is None else [*named, (self.config.num_target_layers - 1, last)]
 
+    def finding(self, stage: str, plan: BatchPlan, value: str, **place) -> Finding:
+        return Finding(stage, self.rank, plan.m, self.planner.locate(plan.m)[0], value, **place)
+
     def find(self, stage: str, plan: BatchPlan, layers: Iterable[tuple[Optional[int], Tensor]]) -> Optional[Finding]:
         """The first value that is not finite among [(layer id or None, [rows, width])], or None.
 
         Rows are those of the plan; for the stage "drafter output" the slots of its blocks; for the loss there are none.
         """
         for layer, rows in layers:
-            if (found := first_nonfinite(rows)) is None:
-                continue
-            row, element, count = found
-            value = str(float(rows[row, element]))
-            finding = Finding(stage, self.rank, plan.m, self.planner.locate(plan.m)[0], value, count, layer)
-            if stage != "loss":
-                self._place(finding, plan, row, element)
-            return finding
+            if found := first_nonfinite(rows):
+                row, element, count = found
+                place = {} if stage == "loss" else {"element": element} | self._place(stage, plan, row)
+                return self.finding(stage, plan, str(float(rows[row, element])), count=count, layer=layer, **place)
         return None
 
     def must_find(self, stage: str, plan: BatchPlan, layers: Iterable[tuple[Optional[int], Tensor]]) -> Finding:
         """`find` in a stage whose norm was not finite."""
-        if finding := self.find(stage, plan, layers):
-            return finding
-        value = "nan, but finite when searched: its memory was written to in between"
-        return Finding(stage, self.rank, plan.m, self.planner.locate(plan.m)[0], value, count=0)
+        gone = "nan, but finite when searched: its memory was written to in between"
+        return self.find(stage, plan, layers) or self.finding(stage, plan, gone, count=0)
 
-    def _place(self, finding: Finding, plan: BatchPlan, row: int, element: int) -> None:
-        finding.element = element
-        if finding.stage == "drafter output":
-            block, finding.slot = divmod(row, self.config.block_size)
+    def _place(self, stage: str, plan: BatchPlan, row: int) -> dict:
+        """Where a row (of a block's slots: its anchor's) comes from, as fields of a Finding."""
+        place = {}
+        if stage == "drafter output":
+            block, place["slot"] = divmod(row, self.config.block_size)
             row = int(plan.anchor_rows[block])
         if plan.document_ids[row] < 0:
-            return  # the padded tail belongs to no document
-        step, place = self.planner.locate(plan.m)
-        held_out = place >= self.planner.micro_batches_per_step
+            return place  # the padded tail belongs to no document
+        held_out = self.planner.locate(plan.m)[1] >= self.planner.micro_batches_per_step
         documents = self.planner.held_out if held_out else self.planner.documents
         paths = self.args.data.eval_data if held_out else self.args.data.train_data
-        finding.document = int(plan.documents[plan.document_ids[row]])
-        finding.token = int(plan.position_ids[row])
-        finding.source_row, finding.files = int(documents.rows[finding.document]), tuple(paths or [str(DEMO_DATA)])
+        document = int(plan.documents[plan.document_ids[row]])
+        return place | {"document": document, "token": int(plan.position_ids[row]),
+                        "source_row": int(documents.rows[document]), "files": tuple(paths or [str(DEMO_DATA)])}  # fmt: skip
 
     def find_on_target(self, plan: BatchPlan, shots, layers: list[Tensor], last: Optional[Tensor]) -> Finding:
         """What a payload that is not finite comes from: the captured layers' real rows in order, else the packing."""
@@ -2573,19 +2564,20 @@ class Guard:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-        tensors = {f"plan.{name}": torch.from_numpy(v) for name, v in values.items() if isinstance(v, np.ndarray)}
-        numbers = {name: v for name, v in values.items() if not isinstance(v, np.ndarray)}
+        plan_values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+        numbers = {name: value for name, value in plan_values.items() if not isinstance(value, np.ndarray)}
         count = len(self.config.target_layer_ids)
-        tensors |= {f"layer.{layer}": rows.cpu().contiguous() for layer, rows in states[:count]}
-        tensors |= {"verifier_last": rows.cpu().contiguous() for _, rows in states[count:]}
-        tensors |= {} if features is None else {"features": features.cpu().contiguous()}
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
+        tensors = {f"plan.{name}": torch.from_numpy(plan_values[name]) for name in plan_values.keys() - numbers.keys()}
+        tensors |= {f"layer.{layer}": rows for layer, rows in states[:count]}
+        tensors |= {"verifier_last": rows for _, rows in states[count:]}
+        tensors |= {} if features is None else {"features": features}
+        tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(tensors, partial / "tensors.safetensors")
         of_drafter = ("drafter input", "drafter output", "loss", "gradient")
         weights = self.drafter_weights() if finding.stage in of_drafter else None
         if weights is not None:
             save_file(weights, partial / "drafter.safetensors")
-        checkpoint = None if weights is not None else find_checkpoint(dataclasses.replace(self.args.run, resume="auto"))
+        checkpoint = None if weights is not None else read_pointer(Path(self.args.run.output_dir) / "checkpoints")
         about = {
             "finding": dataclasses.asdict(finding), "plan": numbers, "settings": self.args.flat(),
             "drafter": self.config.to_json(), "drafter_weights": "drafter.safetensors" if weights else checkpoint,
@@ -2597,10 +2589,10 @@ class Guard:
         return folder
 
 
-# The faults that --inject-fault knows, and the role that each strikes unless a rank is named.
-FAULTS = {"nan-layer": "target", "nan-weight": "drafter", "early-release": "drafter", "short-payload": "target",
-          "stall": "target", "die": "target", "oom": "target", "slow-save": "drafter"}  # fmt: skip
-ONE_ROLE_FAULTS = ("nan-layer", "nan-weight", "short-payload", "slow-save")
+# The faults that --inject-fault knows, and the roles that meet each: the first unless a rank is named.
+FAULTS = {"nan-layer": ("target",), "nan-weight": ("drafter",), "early-release": ("drafter", "target"),
+          "short-payload": ("target",), "stall": ("target", "drafter"), "die": ("target", "drafter"),
+          "oom": ("target", "drafter"), "slow-save": ("drafter",)}  # fmt: skip
 
 
 def parse_fault(text: Optional[str]) -> Optional[tuple[str, int, Optional[int]]]:
@@ -2626,12 +2618,11 @@ class FaultInjector:
         self.kind, self.m, rank = self.fault
         numbers = {"target": topology.target_of(self.m), "drafter": topology.drafter_of(self.m)}
         meets = {role: topology.global_rank(role, number) for role, number in numbers.items()}
-        self.rank = meets[FAULTS[self.kind]] if rank is None else rank
-        can = [meets[FAULTS[self.kind]]] if self.kind in ONE_ROLE_FAULTS else list(meets.values())
-        if self.rank not in can:
-            ranks = " or ".join(map(str, can))
+        can = [meets[role] for role in FAULTS[self.kind]]
+        if rank is not None and rank not in can:
+            ranks = " or ".join(map(str, sorted(can)))
             raise UserError(f"--inject-fault {args.inject_fault}: on this run it can strike rank {ranks}")
-        if self.rank != topology.rank:
+        if topology.rank != (can[0] if rank is None else rank):
             self.fault = None
 
     def check_end(self, end_m: int) -> None:
@@ -2698,9 +2689,9 @@ class FaultInjector:
 # ======================================================================================================================
 # For every micro-batch: the target announces it with a header, the drafter answers with a credit once it has a free
 # slot, then both post the payload. So no NCCL kernel waits on the device for the other side. A micro-batch that is not
-# finite is announced with BAD, and nothing follows. A pair's stream ends with
-# END (from the target: no more to come) or STOP (from the drafter, in place of a credit). Both sides go through their
-# micro-batches in ascending order, the end included, so no cycle of waits can close.
+# finite is announced with BAD, and nothing follows. A pair's stream ends with END (from the target: no more to come) or
+# STOP (from the drafter, in place of a credit). Both sides go through their micro-batches in ascending order, the end
+# included, so no cycle of waits can close.
 
 MAGIC, PROTOCOL = 0x44464C415348, 2
 ANNOUNCE, END, BAD = 1, 2, 5
@@ -2746,12 +2737,10 @@ class Header:
             raise TransportError(f"{sender} sent no valid header (magic {header.magic:#x}, expected {MAGIC:#x})")
         if header.token != token:
             raise TransportError(f"{sender} sent a header without this run's token")
-        flag, count = range(2), range(2**62)
-        allowed = {"status": (ANNOUNCE, END, BAD), "m": count, "tokens": count, "width": count, "dtype": range(len(DTYPES)),
-                   "split": flag, "last": flag, "checksum": count, "stop_requested": flag, "forward_us": count,
-                   "pack_us": count, "wait_us": count}  # fmt: skip
-        for name, values in allowed.items():
-            if (value := getattr(header, name)) not in values:
+        allowed = {"status": (ANNOUNCE, END, BAD), "dtype": range(len(DTYPES))}
+        allowed |= dict.fromkeys(("split", "last", "stop_requested"), range(2))
+        for name, value in vars(header).items():
+            if value not in allowed.get(name, range(2**62)):
                 raise TransportError(f"{sender} sent no valid header ({name} {value})")
         return header
 
@@ -2773,33 +2762,39 @@ class Slot:
         pinned = self.in_use is not None
         self.host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in whole]
 
-    def joined(self, n: int) -> Tensor:
-        """The packed form: [n, K*H]."""
-        return self.hidden[: n * self.num_layers * self.hidden_size].view(n, -1)
-
-    def layers(self, n: int, split: bool) -> list[Tensor]:
-        """K views [n, H]: tensors laid end to end if split, else columns of the packed form."""
-        if split:
-            return list(self.hidden[: n * self.num_layers * self.hidden_size].view(self.num_layers, n, -1))
-        return list(self.joined(n).split(self.hidden_size, dim=1))
-
-    def verifier_last(self, n: int) -> Optional[Tensor]:
-        return None if self.last is None else self.last[: n * self.hidden_size].view(n, -1)
-
     def payload(self, n: int) -> list[Tensor]:
         """The memory that n tokens fill: the captured layers' and, where wanted, verifier_last's."""
         parts = [self.hidden[: n * self.num_layers * self.hidden_size]]
         return parts if self.last is None else [*parts, self.last[: n * self.hidden_size]]
 
-    def messages(self, n: int) -> list[Tensor]:
-        """The payload for n tokens, as bytes: one message, two with verifier_last."""
-        return [part.view(torch.uint8) for part in self.payload(n)]
+    def joined(self, n: int) -> Tensor:
+        """The packed form: [n, K*H]."""
+        return self.payload(n)[0].view(n, -1)
+
+    def layers(self, n: int, split: bool) -> list[Tensor]:
+        """K views [n, H]: tensors laid end to end if split, else columns of the packed form."""
+        if split:
+            return list(self.payload(n)[0].view(self.num_layers, n, -1))
+        return list(self.joined(n).split(self.hidden_size, dim=1))
+
+    def verifier_last(self, n: int) -> Optional[Tensor]:
+        return None if self.last is None else self.payload(n)[1].view(n, -1)
 
     def poison(self) -> None:
         """Fill everything with NaN."""
-        for memory in (self.hidden, self.last):
-            if memory is not None:
-                memory.fill_(math.nan)
+        for memory in self.payload(self.tokens):
+            memory.fill_(math.nan)
+
+    def header(self, m: int, tokens: int, split: bool, **more: int) -> Header:
+        """What announces micro-batch m in a slot like this one. more: the fields that do not follow from the plan."""
+        return Header(
+            m=m, tokens=tokens, width=self.num_layers * self.hidden_size, dtype=DTYPES.index(self.hidden.dtype),
+            split=int(split), last=int(self.last is not None), **more,
+        )  # fmt: skip
+
+    def messages(self, n: int) -> list[Tensor]:
+        """The payload for n tokens, as bytes: one message, two with verifier_last."""
+        return [part.view(torch.uint8) for part in self.payload(n)]
 
     def wire(self, n: int) -> list[Tensor]:
         """What is sent or received for n tokens: the payload itself, or its host copy."""
@@ -2807,13 +2802,13 @@ class Slot:
 
     def stage_out(self, n: int) -> None:
         """Fill the host copy, if there is one, before sending."""
-        for host, part in zip(self.wire(n), self.messages(n)) if self.host else ():
-            host.copy_(part)
+        for host, part in zip(self.host, self.messages(n)):
+            host[: len(part)].copy_(part)
 
     def stage_in(self, n: int) -> None:
         """Take over the host copy, if there is one, after receiving."""
-        for host, part in zip(self.wire(n), self.messages(n)) if self.host else ():
-            part.copy_(host, non_blocking=True)
+        for host, part in zip(self.host, self.messages(n)):
+            part.copy_(host[: len(part)], non_blocking=True)
 
     def checksum(self, n: int) -> int:
         """Position-dependent sum over the payload's 16- or 32-bit words."""
@@ -2882,13 +2877,14 @@ class SlotRing:
         return next((slot for slot in self.slots if slot.owner == "free"), None)
 
 
-def post(operation, link: Link, m: int, what: str) -> None:
-    """Run one blocking send or receive; its error names the peer, m and what was awaited."""
+def post(transfer, message: Tensor, link: Link, m: int, what: str) -> None:
+    """One send or receive on a link, to its end. Raises TransportError naming the peer, m and what was awaited."""
+    what = f"{what} for micro-batch {m}, peer {link.peer_name}"
     try:
-        with link.board.doing(f"{what} for micro-batch {m}, peer {link.peer_name}", [link.peer_rank]):
-            operation().wait()
+        with link.board.doing(what, [link.peer_rank]):
+            transfer([message], link.peer, 0).wait()
     except RuntimeError as error:
-        raise TransportError(f"{what} for micro-batch {m}, peer {link.peer_name}: {first_line(error)}") from None
+        raise TransportError(f"{what}: {first_line(error)}") from None
 
 
 def side_stream(device: torch.device):
@@ -2908,10 +2904,7 @@ class SendJob:
 
 
 class HiddenStateSender:
-    """Target side: packs captured layers into a slot and sends it, in line or on a thread and stream of its own.
-
-    Both ways run `_process`, job after job in the order of m.
-    """
+    """Target side: packs captured layers into a slot and sends it, in line or on a thread and stream of its own."""
 
     def __init__(self, fabric: Fabric, ring: SlotRing, args: PipelineArguments, stop_requested: threading.Event,
                  guard: Guard, faults: FaultInjector):  # fmt: skip
@@ -2925,17 +2918,14 @@ class HiddenStateSender:
             self.thread = threading.Thread(target=self._run, name="postprocess", daemon=True)
             self.thread.start()
 
-    def submit(self, job: "SendJob | int") -> None:
-        """Hand over one micro-batch, in order of m; or a bare m past the end, to end the stream that awaits it.
-
-        Raises what went wrong with an earlier one.
-        """
+    def submit(self, action, argument) -> None:
+        """`send` a micro-batch or `end_stream`, in order of m. Raises what went wrong with an earlier one."""
         if self.ring.error:
             raise self.ring.error
         if self.thread is None:
-            self._process(job)
+            action(argument)
         else:
-            self.jobs.put(job)
+            self.jobs.put((action, argument))
 
     def finish(self) -> None:
         """Wait until everything submitted is sent."""
@@ -2949,37 +2939,34 @@ class HiddenStateSender:
         try:
             with side_stream(self.device):
                 while (job := self.jobs.get()) is not None:
-                    self._process(job)
+                    action, argument = job
+                    action(argument)
         except BaseException as error:  # re-raised on the main thread by submit() or finish()
             self.ring.fail(error)
 
-    def _process(self, job: "SendJob | int") -> None:
-        m = job if isinstance(job, int) else job.plan.m
-        drafter = self.fabric.topology.drafter_of(m)
-        if isinstance(job, int) or self.stopping:
-            self._end_stream(m, drafter)
-            if not isinstance(job, int):
-                self.ring.hand_over(job.slot, "filling", "free")
+    def send(self, job: SendJob) -> None:
+        """Pack and announce a micro-batch; send it once the drafter grants it. After a STOP, only end its stream."""
+        m, n, slot = job.plan.m, job.plan.num_tokens, job.slot
+        if self.stopping:
+            self.end_stream(m)
+            self.ring.hand_over(slot, "filling", "free")
             return
-        link = self.fabric.links[drafter]
+        link = self.fabric.links[self.fabric.topology.drafter_of(m)]
         header = self._pack(job)
-        self._control_send(link, header)
-        if header.status == BAD:
-            pass  # the drafter awaits no payload, so it grants nothing
-        elif self._await_credit(link, m):
-            job.slot = self.faults.release_early(self.ring, job.slot, m)
-            job.slot.stage_out(job.plan.num_tokens)
-            for message in job.slot.wire(job.plan.num_tokens):
+        self._send_header(link, header)
+        if header.status != BAD and self._await_credit(link, m):
+            slot = self.faults.release_early(self.ring, slot, m)
+            slot.stage_out(n)
+            for message in slot.wire(n):
                 message = message[: len(message) // 2] if self.faults.due("short-payload", m) else message
-                post(lambda: link.payload.send([message], link.peer, 0), link, m, "sending the payload")
-        else:
-            self.ended.add(drafter)
-            self.stopping = True
-        self.ring.hand_over(job.slot, "sending", "free")
+                post(link.payload.send, message, link, m, "sending the payload")
+        self.ring.hand_over(slot, "sending", "free")
 
-    def _end_stream(self, m: int, drafter: int) -> None:
+    def end_stream(self, m: int) -> None:
+        """Tell the drafter that awaits m that nothing more comes, unless it knows."""
+        drafter = self.fabric.topology.drafter_of(m)
         if drafter not in self.ended:
-            self._control_send(self.fabric.links[drafter], Header(status=END, m=m))
+            self._send_header(self.fabric.links[drafter], Header(status=END, m=m))
             self.ended.add(drafter)
 
     def _pack(self, job: SendJob) -> Header:
@@ -3002,27 +2989,28 @@ class HiddenStateSender:
             self.guard.report(finding, plan, self.guard.named(layers, last))
         job.shots.clear()
         self.ring.hand_over(slot, "filling", "sending")
-        return Header(
-            status=ANNOUNCE if finite else BAD, m=plan.m, tokens=n,
-            width=slot.num_layers * slot.hidden_size, dtype=DTYPES.index(slot.hidden.dtype),
-            split=int(split), last=int(last is not None), stop_requested=int(self.stop_requested.is_set()),
+        return slot.header(
+            plan.m, n, split, status=ANNOUNCE if finite else BAD, stop_requested=int(self.stop_requested.is_set()),
             checksum=slot.checksum(n) if self.args.verify_transfers else 0,
             forward_us=int(job.forward.ms() * 1e3), pack_us=int(pack_ms * 1e3), wait_us=int(job.wait_ms * 1e3),
         )  # fmt: skip
 
-    def _control_send(self, link: Link, header: Header) -> None:
+    def _send_header(self, link: Link, header: Header) -> None:
         header.token = self.fabric.token
-        post(lambda: link.control.send([header.to_tensor()], link.peer, 0), link, header.m, "sending the header")
+        post(link.control.send, header.to_tensor(), link, header.m, "sending the header")
 
     def _await_credit(self, link: Link, m: int) -> bool:
-        """True when the drafter grants m, False when it stops."""
+        """Whether the drafter grants m; where it does not, the run ends early."""
         credit = torch.zeros(3, dtype=torch.int64)
-        post(lambda: link.control.recv([credit], link.peer, 0), link, m, "waiting for the credit")
+        post(link.control.recv, credit, link, m, "waiting for the credit")
         token, answer, granted_m = credit.tolist()
         if token != self.fabric.token:
             raise TransportError(f"{link.peer_name} answered micro-batch {m} without this run's token")
         if granted_m != m or answer not in (GRANT, STOP):
             raise TransportError(f"{link.peer_name} answered {answer} for micro-batch {granted_m}, expected {m}")
+        if answer == STOP:
+            self.ended.add(self.fabric.topology.drafter_of(m))
+            self.stopping = True
         return answer == GRANT
 
 
@@ -3112,7 +3100,7 @@ class HiddenStateReceiver:
         if m < self.planner.end_m and not self.stopping.is_set():
             slot = self.ring.acquire("receiving")
         answer = torch.tensor([self.fabric.token, STOP if slot is None else GRANT, m], dtype=torch.int64)
-        post(lambda: link.control.send([answer], link.peer, 0), link, m, "sending the credit")
+        post(link.control.send, answer, link, m, "sending the credit")
         if slot is None:
             self.ended.add(target)
             return
@@ -3132,7 +3120,7 @@ class HiddenStateReceiver:
         n = header.tokens
         for message in slot.wire(n):
             message[-SHORT_MARK:] = 255
-            post(lambda: link.payload.recv([message], link.peer, 0), link, m, "receiving the payload")
+            post(link.payload.recv, message, link, m, "receiving the payload")
         slot.stage_in(n)
         norm = largest(*slot.payload(n))
         if slot.in_use is not None:
@@ -3152,19 +3140,14 @@ class HiddenStateReceiver:
     def _receive_header(self, link: Link, m: int) -> Header:
         """The next header, checked against the plan."""
         words = Header.empty_tensor()
-        post(lambda: link.control.recv([words], link.peer, 0), link, m, "waiting for the header")
+        post(link.control.recv, words, link, m, "waiting for the header")
         header = Header.parse(words, self.fabric.token, link.peer_name)
         if header.stop_requested:
             self.target_asked_stop.set()
         if header.status == END:
             return header
-        slot = self.ring.slots[0]
-        expected = Header(
-            status=BAD if header.status == BAD else ANNOUNCE, m=m, tokens=self.planner.plan(m).num_tokens,
-            width=slot.num_layers * slot.hidden_size,
-            dtype=DTYPES.index(slot.hidden.dtype), split=int(self.args.split_fc_layers), last=int(slot.last is not None),
-        )  # fmt: skip
-        for name in ("status", "m", "tokens", "width", "dtype", "split", "last"):
+        expected = self.ring.slots[0].header(m, self.planner.plan(m).num_tokens, self.args.split_fc_layers)
+        for name in ("m", "tokens", "width", "dtype", "split", "last"):
             got, want = getattr(header, name), getattr(expected, name)
             if got != want:
                 raise TransportError(f"header of micro-batch {m} from {link.peer_name}: {name} is {got}, expected {want}")
@@ -3492,11 +3475,11 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
         started = time.perf_counter()
         with fabric.board.doing(f"waiting for a free slot for micro-batch {m}", HELPER):
             slot = ring.acquire("filling")
-        sender.submit(SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
+        sender.submit(sender.send, SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
     for end in topology.micro_batches_of(topology.role_rank, m):  # every drafter, in the order in which they await it
         if end >= m + len(topology.target_table):
             break
-        sender.submit(end)
+        sender.submit(sender.end_stream, end)
     fabric.board.now("sending what is left", HELPER)
     sender.finish()
 
@@ -4180,14 +4163,35 @@ def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBa
 # ======================================================================================================================
 
 
+class DamagedFile(Exception):
+    """What is wrong with a checkpoint or another folder or file that a run is given, in words."""
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def read_json_object(path: Path) -> dict:
+    """The object in a JSON file. Raises DamagedFile."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedFile(f"{path.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path.name} cannot be read ({first_line(error)})") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path.name} holds no JSON object")
+    return value
+
+
 def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
     """The DeepSpeed JSON with its 'auto' values filled from the flags. Raises UserError where the two disagree, or
     where DeepSpeed would train something else than asked for."""
     path = args.optimization.deepspeed
     try:
-        config = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise UserError(f"--deepspeed {path}: not valid JSON ({first_line(error)})") from None
+        config = read_json_object(Path(path))
+    except DamagedFile as error:
+        raise UserError(f"--deepspeed {path}: {error}") from None
     bf16 = device.type == "cuda"
     values = {
         "train_micro_batch_size_per_gpu": 1,
@@ -4206,40 +4210,25 @@ def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
         raise UserError("ZeRO 0 in bf16 keeps no exact fp32 masters in DeepSpeed: use stage 1, 2 or 3 on a GPU")
     if bf16 and stage == 1:
         print("note: zero_to_fp32.py cannot read ZeRO-1 checkpoints with fp32 accumulation; resuming works", flush=True)
-    if not bf16:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
-        config.pop("data_types", None)
-        config.pop("communication_data_type", None)
     if bf16:
         config["bf16"]["check_grad_overflow"] = True  # a step whose gradient is not finite is left out, by all drafters
-    config.setdefault("zero_allow_untested_optimizer", True)
-    config.setdefault("zero_force_ds_cpu_optimizer", False)
-    return config
+    else:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
+        config = {key: value for key, value in config.items() if key not in ("data_types", "communication_data_type")}
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | config
 
 
-class DrafterGroup:
+def drafter_group(timeout: timedelta) -> SimpleNamespace:
     """What DeepSpeed asks of an `mpu`: the drafters as one data-parallel group that has our time-out, not its own."""
-
-    def __init__(self, timeout: timedelta):
-        self.group = dist.new_group(timeout=timeout)
-        self.alone = [dist.new_group([rank], timeout=timeout) for rank in range(dist.get_world_size())][dist.get_rank()]
-
-    def get_data_parallel_group(self):
-        return self.group
-
-    def get_data_parallel_rank(self):
-        return dist.get_rank()
-
-    def get_data_parallel_world_size(self):
-        return dist.get_world_size()
-
-    def get_model_parallel_group(self):
-        return self.alone
-
-    def get_model_parallel_rank(self):
-        return 0
-
-    def get_model_parallel_world_size(self):
-        return 1
+    together = dist.new_group(timeout=timeout)
+    alone = [dist.new_group([rank], timeout=timeout) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: together,
+        get_data_parallel_rank=dist.get_rank,
+        get_data_parallel_world_size=dist.get_world_size,
+        get_model_parallel_group=lambda: alone,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_world_size=lambda: 1,
+    )
 
 
 def load_plain(path: Path) -> dict:
@@ -4258,27 +4247,6 @@ def load_plain(path: Path) -> dict:
         raise UserError(f"{path} holds more than tensors and plain values, and is not loaded: {what}") from None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
         raise UserError(f"cannot load {path}: {first_line(error)}") from None
-
-
-def checkpoint_files():
-    """What DeepSpeed reads and writes its files with: it loads no code, and leaves the writing to `save_checkpoint`.
-
-    DeepSpeed ends a save with a barrier. Files are written after it, so that a rank whose disk is full reaches it too.
-    """
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    class CheckpointFiles(TorchCheckpointEngine):
-        def __init__(self):
-            super().__init__()
-            self.pending: list[tuple[Path, dict]] = []  # to be written; the tensors are the live ones
-
-        def save(self, state_dict, path):
-            self.pending.append((Path(path), state_dict))
-
-        def load(self, path, map_location=None):
-            return load_plain(Path(path))
-
-    return CheckpointFiles()
 
 
 def compile_drafter(drafter: DFlashDrafter, ends: FrozenEnds) -> None:
@@ -4308,9 +4276,14 @@ def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabr
     if args.pipeline.compile and device.type == "cuda" and config["zero_optimization"]["stage"] < 3:
         compile_drafter(drafter, ends)  # under ZeRO 3 the gather hooks would break every graph
     engine, *_ = deepspeed.initialize(
-        model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=DrafterGroup(fabric.timeout)
+        model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=drafter_group(fabric.timeout)
     )
-    engine.checkpoint_engine = checkpoint_files()
+    # DeepSpeed ends a save with a barrier. `write_files` writes the files after it, so that a rank whose disk is full
+    # reaches it, too. The tensors in `pending` are the live ones.
+    files = engine.checkpoint_engine
+    files.pending = []
+    files.save = lambda state_dict, path: files.pending.append((Path(path), state_dict))
+    files.load = lambda path, map_location=None: load_plain(Path(path))
     return engine
 
 
@@ -4336,22 +4309,18 @@ def drafter_weights(engine) -> Optional[dict[str, Tensor]]:
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             if dist.get_rank() == 0:
-                weights[name.replace("_orig_mod.", "")] = parameter.detach().cpu().clone()
+                weights[name] = parameter.detach().cpu().clone()
     return weights if dist.get_rank() == 0 else None
 
 
-# A checkpoint is a folder step-N: DeepSpeed's files, state.json, the drafter, and manifest.json with the size of every
-# file and the hashes of its pieces. It is written as step-N.partial and gets its name when all of it is on the disk;
-# then `latest` names it; then older ones go. So whatever the moment of a kill, what `latest` names is whole, and what
-# still ends in .partial is rubbish. A start verifies every byte before it loads one, and falls back to the one before.
+# A checkpoint is a folder step-N: DeepSpeed's files, state.json, the drafter, and manifest.json with the size and hash of
+# every file. It is written as step-N.partial and gets its name when all of it is on the disk; then `latest` names it;
+# then older ones go. So whatever the moment of a kill, what `latest` names is whole, and what still ends in .partial is
+# rubbish. A start verifies every byte before it loads one, and falls back to the one before.
 
-MANIFEST, PIECE_BYTES = "manifest.json", 64 << 20
+MANIFEST, STATE = "manifest.json", "state.json"
 STEP_FOLDER = re.compile(r"step-(\d{6,12})")
 START_ANEW = "--resume never, or another --output-dir, starts anew"
-
-
-class DamagedCheckpoint(Exception):
-    """What is wrong with a checkpoint, in words."""
 
 
 @dataclass(frozen=True)
@@ -4386,113 +4355,66 @@ def save_checkpoint(engine, step: int, args: Arguments, identity: dict, config: 
                 (partial / "drafter").mkdir(parents=True)
             dist.barrier()
             engine.save_checkpoint(str(root), tag=partial.name, save_latest=False)  # fills `pending`
-            weights = drafter_weights(engine)
-            sizes = write_files(engine.checkpoint_engine.pending, weights, partial, state, config, fabric)
-            for name in sorted(sizes)[dist.get_rank() :: dist.get_world_size()]:
-                sync_to_disk(partial / name)
-            hashes = hash_together(partial, sizes, fabric, f"save/{step}/hashes")
+            files = write_files(engine, partial, state, config, fabric)
             if dist.get_rank() == 0:
-                write_json(partial / MANIFEST, manifest_of(sizes, hashes))
+                write_json(partial / MANIFEST, {"files": files})
                 publish(partial, final, args.run.keep_checkpoints)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"cannot write checkpoint {final}: {error}; nothing of it is left, those before it stay"
             ) from None
-        gather_text(fabric, f"save/{step}/done", "")
+        dist.barrier()
     return final
 
 
-def write_files(pending: list, weights: Optional[dict], partial: Path, state: dict, config: DrafterConfig,
-                fabric: Fabric) -> dict[str, int]:  # fmt: skip
-    """Write this rank's files, wait for the others', and return the size of each file of the checkpoint by its name.
+def write_files(engine, partial: Path, state: dict, config: DrafterConfig, fabric: Fabric) -> dict[str, dict]:
+    """Write this rank's files of a checkpoint to the disk; returns the `file_records` of all drafters' files.
 
     Raises OSError on every drafter where one failed, with its reason.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    mine, fault = [path for path, _ in pending], ""
+    pending, weights = engine.checkpoint_engine.pending, drafter_weights(engine)
+    mine, records, fault = [path.relative_to(partial).as_posix() for path, _ in pending], {}, ""
     try:
-        while pending:
-            path, contents = pending.pop()
+        for path, contents in pending:
             with open(path, "wb") as file:
                 torch.save(contents, file)
         if weights is not None:
             save_file(weights, partial / "drafter" / "model.safetensors", metadata={"format": "pt"})
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
             write_json(partial / "drafter" / "config.json", config.to_json() | {"dtype": dtype})
-            write_json(partial / "state.json", state)
+            write_json(partial / STATE, state)
+            mine += ["drafter/model.safetensors", "drafter/config.json", STATE]
+        for name in mine:
+            sync_to_disk(partial / name)
+        records = file_records(partial, mine)
     except (OSError, RuntimeError, SafetensorError) as error:
         # torch's own error hides that of the file it writes to
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         fault = f"{fabric.topology}: {first_line(cause)}"
     finally:
         pending.clear()
-    name = f"save/{state['step']}"
-    own = {} if fault else {path.relative_to(partial).as_posix(): path.stat().st_size for path in mine}
-    reports = [json.loads(text) for text in gather_text(fabric, f"{name}/written", json.dumps([fault, own]))]
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (fault, records))
     if faults := [fault for fault, _ in reports if fault]:
         raise OSError(faults[0])
-    sizes = {name: size for _, files in reports for name, size in files.items()}
-    if dist.get_rank() == 0:  # and what else is there: those above are told, as a shared disk may show them late
-        sizes |= {p.relative_to(partial).as_posix(): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
-        fabric.store.set(f"{name}/files", json.dumps(sizes))
-    wait_for_key(fabric.store, f"{name}/files", f"[{fabric.topology}] waiting for the list of files to hash")
-    return json.loads(fabric.store.get(f"{name}/files"))
+    return dict(sorted(item for _, records in reports for item in records.items()))
 
 
-def gather_text(fabric: Fabric, key: str, value: str) -> list[str]:
-    """What each drafter says under a key, in order of rank, known to all of them. A key serves once in a run."""
-    topology, values = fabric.topology, []
-    fabric.store.set(f"{key}/{topology.role_rank}", value)
-    for drafter in range(topology.num_drafters):
-        what = f"[{topology}] waiting for {topology.name('drafter', drafter)}: {key}"
-        wait_for_key(fabric.store, f"{key}/{drafter}", what)
-        values.append(fabric.store.get(f"{key}/{drafter}").decode())
-    return values
-
-
-def num_pieces(size: int) -> int:
-    return max(1, -(-size // PIECE_BYTES))
-
-
-def hash_together(folder: Path, sizes: dict[str, int], fabric: Fabric, key: str, bar: Optional[str] = None) -> dict:
-    """{file: [hash of each piece]}, the pieces shared out over the drafters; what went wrong in place of a hash where a
-    piece could not be read. `bar`: the text of a progress bar."""
+def file_records(folder: Path, names: list[str], bar: Optional[str] = None) -> dict[str, dict]:
+    """{file: {"bytes": size, "sha256": hash}}, several files at a time. `bar`: the text of a progress bar."""
     from tqdm import tqdm
 
-    pieces = [(name, index) for name in sorted(sizes) for index in range(num_pieces(sizes[name]))]
-    mine = pieces[fabric.topology.role_rank :: fabric.topology.num_drafters]
+    def record(name: str) -> dict:
+        with open(folder / name, "rb") as file:
+            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-    def hash_piece(piece: tuple[str, int]) -> str:
-        digest, left = hashlib.sha256(), PIECE_BYTES
-        try:
-            with open(folder / piece[0], "rb") as file:
-                file.seek(piece[1] * PIECE_BYTES)
-                while left > 0 and (block := file.read(min(left, 1 << 20))):
-                    digest.update(block)
-                    left -= len(block)
-        except OSError as error:
-            return f"{fabric.topology} cannot read it ({first_line(error)})"
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor(4) as pool:  # hashing lets other threads run
-        shown = tqdm(pool.map(hash_piece, mine), bar, len(mine), False, unit="piece", disable=bar is None)
-        texts = gather_text(fabric, key, json.dumps(list(shown)))
-    hashes = {name: [""] * num_pieces(size) for name, size in sizes.items()}
-    for rank, text in enumerate(texts):
-        for (name, index), value in zip(pieces[rank :: len(texts)], json.loads(text), strict=True):
-            hashes[name][index] = value
-    return hashes
-
-
-def manifest_of(sizes: dict[str, int], hashes: dict[str, list[str]]) -> dict:
-    """What manifest.json holds. Raises OSError where a piece could not be read back."""
-    for name, values in hashes.items():
-        if unread := [value for value in values if len(value) != 64]:
-            raise OSError(f"{name}: {unread[0]}")
-    return {"files": {name: {"bytes": sizes[name], "sha256": hashes[name]} for name in sorted(sizes)}}
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        found = tqdm(pool.map(record, names), bar, len(names), leave=False, unit="file", disable=bar is None)
+        return dict(zip(names, found))
 
 
 def publish(partial: Path, final: Path, keep: int) -> None:
@@ -4544,127 +4466,88 @@ def step_folders(root: Path) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
-
-
 def read_pointer(root: Path) -> Optional[Path]:
-    """The checkpoint that `latest` names; None where there is no such file. Raises DamagedCheckpoint."""
+    """The checkpoint that `latest` names; None where there is no such file. Raises DamagedFile."""
     try:
         text = (root / "latest").read_text(errors="replace")[:100].strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DamagedCheckpoint(f"`latest` cannot be read ({first_line(error)})") from None
+        raise DamagedFile(f"`latest` cannot be read ({first_line(error)})") from None
     if not STEP_FOLDER.fullmatch(text):
-        raise DamagedCheckpoint(f"`latest` names no checkpoint but {text!r}" if text else "`latest` is empty")
+        raise DamagedFile(f"`latest` names no checkpoint but {text!r}" if text else "`latest` is empty")
     if not (root / text).is_dir():
-        raise DamagedCheckpoint(f"`latest` names {text}, which is not there")
+        raise DamagedFile(f"`latest` names {text}, which is not there")
     return root / text
 
 
-def find_checkpoint(args: RunArguments) -> Optional[Path]:
-    """The checkpoint that `--resume` names; None to start from the beginning. Raises UserError where there is none."""
-    if args.resume == "never":
-        return None
-    path = Path(args.output_dir if args.resume == "auto" else args.resume)
-    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+def find_checkpoint(name: str) -> Path:
+    """The checkpoint that a user names: a step-N folder, or a run's output folder. Raises UserError where it is none."""
+    path = Path(name) / "checkpoints" if (Path(name) / "checkpoints").is_dir() else Path(name)
     try:
         path = read_pointer(path) or path
-    except DamagedCheckpoint as damage:
-        raise UserError(f"--resume {args.resume}: {damage} in {path}") from None
-    if (path / "state.json").is_file():
-        return path
-    if args.resume == "auto":
-        return None
-    raise UserError(f"--resume {args.resume}: no checkpoint there (a step-N folder, or a run's output folder)")
+    except DamagedFile as damage:
+        raise UserError(f"{name}: {damage} in {path}") from None
+    if not (path / STATE).is_file():
+        raise UserError(f"{name}: no checkpoint there (a step-N folder, or a run's output folder)")
+    return path
 
 
-def resume_candidates(args: RunArguments) -> list[Path]:
+def resume_candidates(run: RunArguments) -> list[Path]:
     """The checkpoints that a run may go on from, the one to try first in front; says where `latest` is of no use."""
-    if args.resume != "auto":
-        named = find_checkpoint(args)
-        return [] if named is None else [named]
-    root = Path(args.output_dir) / "checkpoints"
-    folders = step_folders(root)
+    if run.resume == "never":
+        return []
+    if run.resume != "auto":
+        return [find_checkpoint(run.resume)]
+    root = Path(run.output_dir) / "checkpoints"
+    folders, named = step_folders(root), None
     try:
         named = read_pointer(root)
-    except DamagedCheckpoint as damage:
+    except DamagedFile as damage:
         if not folders:
             raise UserError(f"{root}: {damage}, and no other checkpoint is there; {START_ANEW}") from None
         print(f"{root}: {damage}; looking for the newest whole checkpoint", flush=True)
-        return folders
     return [path for path in folders if named is None or step_of(path) <= step_of(named)]
 
 
-def read_json_object(path: Path) -> dict:
+def verify_files(folder: Path) -> None:
+    """Compare every file of a checkpoint with its manifest. Raises DamagedFile naming the first that differs."""
+    saved = read_json_object(folder / MANIFEST).get("files")
+    if not isinstance(saved, dict) or STATE not in saved:
+        raise DamagedFile(f"{MANIFEST} does not list the files")
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if missing := sorted(saved.keys() - there):  # also what lies outside of the folder
+        raise DamagedFile(f"{ascii(missing[0])[1:-1]} is missing")
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.name} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read ({first_line(error)})") from None
-    if not isinstance(value, dict):
-        raise DamagedCheckpoint(f"{path.name} holds no JSON object")
-    return value
-
-
-def is_count(value) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def read_manifest(folder: Path) -> dict[str, dict]:
-    """{file: {"bytes", "sha256"}} of a checkpoint, each file being there with that size. Raises DamagedCheckpoint."""
-    files = read_json_object(folder / MANIFEST).get("files")
-    if not isinstance(files, dict) or "state.json" not in files:
-        raise DamagedCheckpoint(f"{MANIFEST} does not list the files")
-    for name, entry in files.items():
-        size, hashes = (entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "sha256"))
-        if not is_count(size) or not isinstance(hashes, list) or len(hashes) != num_pieces(size):
-            raise DamagedCheckpoint(f"{MANIFEST} has no size and hashes of {ascii(name)}")
-        if name.startswith("/") or ".." in name.split("/"):
-            raise DamagedCheckpoint(f"{MANIFEST} names {ascii(name)}, outside the checkpoint")
-        try:
-            found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        except (OSError, ValueError):
-            found = None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise DamagedCheckpoint(f"{ascii(name)[1:-1]} {what}")
-    return files
-
-
-def first_difference(files: dict[str, dict], hashes: dict[str, list]) -> Optional[str]:
-    """The first piece whose hash is not the one in the manifest, in words."""
-    for name, found in hashes.items():
-        for index, (mine, saved) in enumerate(zip(found, files[name]["sha256"])):
-            if mine != saved:
-                if len(mine) != 64:
-                    return f"{name}: {mine}"
-                end = min((index + 1) * PIECE_BYTES, files[name]["bytes"])
-                return f"{name} was changed within its bytes {index * PIECE_BYTES} to {end}"
-    return None
+        found = file_records(folder, sorted(saved), f"verifying {folder.name}")
+    except OSError as error:
+        raise DamagedFile(f"a file cannot be read ({first_line(error)})") from None
+    for name, record in found.items():
+        if record != saved[name]:
+            raise DamagedFile(f"{name} was changed: {record}, saved as {ascii(saved[name])[:200]}")
 
 
 def read_state(folder: Path) -> tuple[ResumePoint, dict]:
-    """(where to go on, the identity of the saved run) of state.json. Raises DamagedCheckpoint."""
-    state = read_json_object(folder / "state.json")
+    """(where to go on, the identity of the saved run) of state.json. Raises DamagedFile."""
+    state = read_json_object(folder / STATE)
     layout, counters, identity = (state.get(key) for key in ("layout", "counters", "identity"))
     if not all(isinstance(part, dict) for part in (layout, counters, identity)):
-        raise DamagedCheckpoint("state.json has no layout, counters or identity")
-    numbers = [state.get("step"), layout.get("drafter_ranks"), layout.get("zero_stage"), *counters.values()]
-    if not all(map(is_count, numbers)) or numbers[0] != step_of(folder) or numbers[1] < 1 or numbers[2] > 3:
-        raise DamagedCheckpoint(f"state.json is not that of {folder.name}")
-    return ResumePoint(str(folder), *numbers[:3], counters), identity
+        raise DamagedFile(f"{STATE} has no layout, counters or identity")
+    step, ranks, stage = state.get("step"), layout.get("drafter_ranks"), layout.get("zero_stage")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (step, ranks, stage, *counters.values())):
+        raise DamagedFile(f"{STATE} holds numbers that count nothing")
+    if step != step_of(folder) or ranks < 1 or stage > 3:
+        raise DamagedFile(f"{STATE} is not that of {folder.name}")
+    return ResumePoint(str(folder), step, ranks, stage, counters), identity
 
 
-def check_identity(point: ResumePoint, saved: dict, identity: dict, args: Arguments, num_drafters: int) -> None:
+def check_identity(point: ResumePoint, saved: dict, identity: dict, num_drafters: int) -> None:
     """Raise UserError naming what differs between the saved run and this one, and the way out."""
-    batch, accumulation = saved.get("micro_batches_per_step"), args.optimization.gradient_accumulation_steps
-    if is_count(batch) and batch != identity["micro_batches_per_step"]:
-        before = f"drafter_ranks was {point.drafter_ranks}"
-        change = f"{before} and is {num_drafters}" if point.drafter_ranks != num_drafters else (
-            f"gradient_accumulation_steps was {batch // num_drafters} and is {accumulation}")  # fmt: skip
+    batch, now = saved.get("micro_batches_per_step"), identity["micro_batches_per_step"]
+    if isinstance(batch, int) and batch != now:
+        change = f"gradient_accumulation_steps was {batch // num_drafters} and is {now // num_drafters}"
+        if point.drafter_ranks != num_drafters:
+            change = f"drafter_ranks was {point.drafter_ranks} and is {num_drafters}"
         way = f"with --gradient-accumulation-steps {batch // num_drafters} they still are"
         if batch % num_drafters:
             way = f"they need a number of drafter ranks that divides {batch}"
@@ -4681,53 +4564,35 @@ def check_identity(point: ResumePoint, saved: dict, identity: dict, args: Argume
 def choose_checkpoint(args: Arguments, identity: dict, fabric: Fabric) -> Optional[ResumePoint]:
     """Where the run goes on, the same on every rank; None at the beginning. Called by every rank.
 
-    Drafter 0 looks for it, all drafters verify it, and the targets, which need not see the folder, are told.
+    Drafter 0 finds it and tells the others: targets need not see the folder.
     """
     topology, store = fabric.topology, fabric.store
-    if topology.role == "drafter" and topology.role_rank == 0:
-        point = find_whole_checkpoint(args, identity, fabric)
+    if (topology.role, topology.role_rank) == ("drafter", 0):
+        point = find_whole_checkpoint(args.run, identity, topology.num_drafters)
         store.set("resume point", json.dumps(point and dataclasses.asdict(point)))
-    elif topology.role == "drafter":
-        for number in itertools.count():
-            while not store.check([f"verify/{number}"]) and not store.check(["resume point"]):
-                time.sleep(0.05)
-            if not store.check([f"verify/{number}"]):
-                break
-            folder, sizes = json.loads(store.get(f"verify/{number}"))
-            hash_together(Path(folder), sizes, fabric, f"verified/{number}")
-    wait_for_key(store, "resume point", f"[{topology}] waiting for the drafters to verify the checkpoint")
+    wait_for_key(store, "resume point", f"[{topology}] waiting for drafter 0 to verify the checkpoint")
     point = json.loads(store.get("resume point"))
     return None if point is None else ResumePoint(**point)
 
 
-def find_whole_checkpoint(args: Arguments, identity: dict, fabric: Fabric) -> Optional[ResumePoint]:
-    """The first candidate that is whole: drafter 0's part of `choose_checkpoint`.
-
-    Raises UserError where it is not of this run; where `--resume` names it and it is damaged; where none is whole.
-    """
-    for name in remove_leftovers(Path(args.run.output_dir) / "checkpoints"):
+def find_whole_checkpoint(run: RunArguments, identity: dict, num_drafters: int) -> Optional[ResumePoint]:
+    """The first candidate that is whole. Raises UserError where it is not of this run; where `--resume` names it and it
+    is damaged; where none is whole."""
+    for name in remove_leftovers(Path(run.output_dir) / "checkpoints"):
         print(f"removed {name}: left by a save that was interrupted", flush=True)
-    damages, numbers = [], itertools.count()
-    for folder in resume_candidates(args.run):
+    damages = []
+    for folder in resume_candidates(run):
         try:
-            files = read_manifest(folder)
-            state_hash = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
-            difference = first_difference(files, {"state.json": [state_hash]})
-            if difference is None:
-                point, saved = read_state(folder)
-                check_identity(point, saved, identity, args, fabric.topology.num_drafters)
-                sizes, number = {name: entry["bytes"] for name, entry in files.items()}, next(numbers)
-                fabric.store.set(f"verify/{number}", json.dumps([str(folder), sizes]))
-                hashes = hash_together(folder, sizes, fabric, f"verified/{number}", f"verifying {folder.name}")
-                difference = first_difference(files, hashes)
-            if difference is not None:
-                raise DamagedCheckpoint(difference)
-            return point
-        except (DamagedCheckpoint, OSError) as damage:
+            verify_files(folder)
+            point, saved = read_state(folder)
+        except DamagedFile as damage:
             damages.append(f"{folder} is damaged: {damage}")
-            if args.run.resume != "auto":
-                raise UserError(f"--resume {args.run.resume}: {damages[0]}") from None
+            if run.resume != "auto":
+                raise UserError(f"--resume {run.resume}: {damages[0]}") from None
             print(f"{damages[-1]}; trying the one before", flush=True)
+            continue
+        check_identity(point, saved, identity, num_drafters)
+        return point
     if damages:
         raise UserError(f"{damages[0]}; none of {len(damages)} checkpoints is whole; {START_ANEW}")
     return None
@@ -4766,38 +4631,30 @@ def saved_parameters(point: ResumePoint) -> Iterator[tuple[str, dict[str, Tensor
         return
     names = (f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(point.drafter_ranks))
     shards = [load_plain(next(folder.glob(name)))["optimizer_state_dict"] for name in names]
-    if point.zero_stage == 3:  # each rank's flat tensor holds its equal part of every parameter, in order
+    zero3 = point.zero_stage == 3
+    masters = "fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"
+    optimizer = "optimizer_state_dict" if zero3 else "base_optimizer_state"
+
+    def flat(shard: dict, number: int) -> dict[str, Tensor]:  # Adam's are there once it made a step
+        return {"fp32": shard[masters][number], **shard[optimizer]["state"].get(number, {})}
+
+    parts = defaultdict(list)  # by name: (flat tensors of a rank and group, which part of them)
+    if zero3:  # each rank has its equal part of every parameter, in order, the last one padded
         shapes = load_plain(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
         for number, group in enumerate(shapes):
-            states, offset = flat_states(shards, "fp32_flat_groups", "optimizer_state_dict", number), 0
+            offset = 0
             for name, shape in group.items():
-                part = -(-shape.numel() // len(shards))
-                parts = [(state, slice(offset, offset + part)) for state in states]
-                yield name, {key: v[: shape.numel()] if v.dim() else v for key, v in joined(parts).items()}
-                offset += part
-        return
-    for number in range(len(shards[0]["param_slice_mappings"])):  # the ranks' flat tensors, end to end, hold them
-        states = flat_states(shards, "single_partition_of_fp32_groups", "base_optimizer_state", number)
-        parts = defaultdict(list)
-        for state, shard in zip(states, shards):
-            for name, place in shard["param_slice_mappings"][number].items():
-                parts[name].append((state, slice(place.start, place.start + place.numel)))
-        for name in parts:
-            yield name, joined(parts[name])
-
-
-def flat_states(shards: list[dict], masters: str, optimizer: str, number: int) -> list[dict[str, Tensor]]:
-    """By rank, the flat tensors of one group of parameters: "fp32" and those of Adam, if it ever made a step."""
-    return [{"fp32": shard[masters][number], **shard[optimizer]["state"].get(number, {})} for shard in shards]
-
-
-def joined(parts: list[tuple[dict[str, Tensor], slice]]) -> dict[str, Tensor]:
-    """One parameter's state from slices of flat tensors; Adam's step, a number, is the same in all."""
-    first = parts[0][0]
-    keys = [key for key in first if first[key].dim()]
-    return {key: first[key] for key in first.keys() - keys} | {
-        key: torch.cat([state[key][part] for state, part in parts]) for key in keys
-    }
+                end = offset + -(-shape.numel() // len(shards))
+                parts[name] = [(flat(shard, number), slice(offset, end)) for shard in shards]
+                offset = end
+    else:  # each rank has a stretch of all parameters laid end to end
+        for shard in shards:
+            for number, mapping in enumerate(shard["param_slice_mappings"]):
+                for name, place in mapping.items():
+                    parts[name].append((flat(shard, number), slice(place.start, place.start + place.numel)))
+    for name, places in parts.items():
+        yield name, {key: torch.cat([state[key][part] for state, part in places]) if value.dim() else value
+                     for key, value in places[0][0].items()}  # fmt: skip
 
 
 def load_by_name(engine, point: ResumePoint) -> None:
@@ -4808,7 +4665,8 @@ def load_by_name(engine, point: ResumePoint) -> None:
     for name, state in saved_parameters(point):
         parameter = parameters.pop(name)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data.copy_(state["fp32"].view_as(parameter))
+            size = parameter.numel()
+            parameter.data.copy_(state["fp32"][:size].view_as(parameter))
         if (place := own_part(engine, parameter)) is None:
             continue
         flat, here, part = place
@@ -4819,7 +4677,7 @@ def load_by_name(engine, point: ResumePoint) -> None:
                 continue
             if key != "fp32" and key not in adam:
                 adam[key] = torch.zeros_like(flat)
-            whole = F.pad(value, (0, max(0, part.stop - len(value))))
+            whole = F.pad(value[:size], (0, max(0, part.stop - size)))
             (flat.data if key == "fp32" else adam[key]).view(-1)[here].copy_(whole[part])
     if parameters:
         raise UserError(f"cannot resume {point.folder}: {next(iter(parameters))} is missing in it")
@@ -4852,7 +4710,7 @@ def find_drafter_folder(name: str) -> Path:
     if (path / "config.json").is_file():
         return path
     if path.exists():
-        return find_checkpoint(RunArguments(resume=name)) / "drafter"
+        return find_checkpoint(name) / "drafter"
     from huggingface_hub import snapshot_download
 
     try:
@@ -4861,13 +4719,14 @@ def find_drafter_folder(name: str) -> Path:
         raise UserError(f"{name}: neither a folder here nor a drafter on the hub ({first_line(error)})") from None
 
 
-def read_drafter_config(folder: Path) -> DrafterConfig:
-    """The configuration in a drafter's folder, or UserError."""
+def read_drafter_config(folder: Path, num_target_layers: Optional[int] = None) -> DrafterConfig:
+    """The configuration in a drafter's folder, see `DrafterConfig.from_json`. Raises UserError."""
     try:
-        values = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: not a drafter folder ({first_line(error)})") from None
-    return DrafterConfig.from_json(values)
+        return DrafterConfig.from_json(read_json_object(folder / "config.json"), num_target_layers)
+    except DamagedFile as damage:
+        raise UserError(f"{folder}: not a drafter folder ({damage})") from None
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def load_drafter(
@@ -4881,17 +4740,13 @@ def load_drafter(
     """
     from safetensors import SafetensorError
 
+    config = read_drafter_config(folder, num_target_layers)
     try:
-        values = json.loads((folder / "config.json").read_text())
         files = safetensors_index(str(folder))
         weights = {name: read_tensor(files, name, str(folder)) for name in files}
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: not a drafter folder ({first_line(error)})") from None
-    try:
-        config = DrafterConfig.from_json(values, num_target_layers)
-    except UserError as error:
-        raise UserError(f"{folder}: {first_line(error)}") from None
-    if "speculators_model_type" in values:
+    if "speculators_model_type" in read_json_object(folder / "config.json"):
         for name in ("embed_tokens.weight", "lm_head.weight"):
             copy = weights.pop(name, None)
             if copy is not None and copy.shape != (config.vocab_size, config.hidden_size):
@@ -4914,34 +4769,24 @@ def load_drafter(
 # ======================================================================================================================
 
 
-def loss_figures(stats: Tensor, weight: float) -> dict:
-    """Loss, acceptance length (with the bonus token) and slot accuracy from sums over micro-batches and ranks.
+def trained_figures(stats: Tensor, weights: list[float]) -> tuple[dict, list[bool]]:
+    """(loss, acceptance length with the bonus token and slot accuracy of what was not skipped, which were skipped).
 
-    stats fp64 [1 + 2 * B], on the host: loss sum, then `block_statistics`. weight: the plan's sum of loss weights; the
-    loss is 0 where nothing was supervised.
+    stats fp64 [1 + 2 * B + len(weights)], on the host, summed over micro-batches and ranks: loss and `block_statistics`
+    of those that were not skipped, then 1 for each that was. weights: the plan's, by micro-batch. The loss is 0 where
+    nothing was supervised, None where all that weighs was left out.
     """
-    loss_sum, accepted, blocks = stats[:3].tolist()
-    right, trained = stats[3:].chunk(2)
+    sums, flags = stats.split([len(stats) - len(weights), len(weights)])
+    skipped = (flags > 0).tolist()
+    weight = sum(w for w, skip in zip(weights, skipped) if not skip)
+    loss_sum, accepted, blocks = sums[:3].tolist()
+    right, trained = sums[3:].chunk(2)
+    no_loss = None if any(skipped) else 0.0
     return {
-        "loss": loss_sum / weight if weight > 0 else 0.0,
+        "loss": loss_sum / weight if weight > 0 else no_loss,
         "acceptance_length": 1 + accepted / max(1.0, blocks),
         "slot_accuracy": (right / trained.clamp(min=1)).tolist(),
-    }
-
-
-def trained_figures(stats: Tensor, weights: list[float]) -> tuple[dict, list[bool]]:
-    """(`loss_figures` of the micro-batches that were not skipped, which were).
-
-    stats fp64 [1 + 2 * B + len(weights)], on the host: loss sum and `block_statistics` over those that were not, then 1
-    for each micro-batch that was. weights: the plan's, by micro-batch. The loss is None where all that weighs was left
-    out.
-    """
-    skipped = [flag > 0 for flag in stats[-len(weights) :].tolist()]
-    weight = sum(w for w, skip in zip(weights, skipped) if not skip)
-    figures = loss_figures(stats[: -len(weights)], weight)
-    if any(skipped) and weight == 0:
-        figures["loss"] = None
-    return figures, skipped
+    }, skipped
 
 
 @dataclass
@@ -5047,13 +4892,11 @@ class Monitor:
         self.file.flush()
         for key, value in figures.items():
             if isinstance(value, list):  # slot_accuracy, held_out_slot_accuracy
-                for slot, accuracy in enumerate(value, 1):
-                    self.writer.add_scalar(f"{key}/slot_{slot:02d}", accuracy, step)
-            elif isinstance(value, dict):
-                for name, number in value.items():
-                    self.writer.add_scalar(f"{key}/{name}", number, step)
-            elif key != "step" and value is not None:
-                self.writer.add_scalar(f"train/{key}", value, step)
+                value = {f"slot_{slot:02d}": accuracy for slot, accuracy in enumerate(value, 1)}
+            group, numbers = (key, value) if isinstance(value, dict) else ("train", {key: value})
+            for name, number in numbers.items():
+                if key != "step" and number is not None:
+                    self.writer.add_scalar(f"{group}/{name}", number, step)
         self.bar.update(1)
         self.bar.set_postfix(loss=shown(figures["loss"], ".3f"), accept=f"{figures['acceptance_length']:.2f}")
         if step % self.log_every == 0:
@@ -5416,8 +5259,7 @@ class DrafterTrainer:
         self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
         if flag.item() == 0:
             for plan in mine:
-                step = self.planner.locate(plan.m)[0]
-                self.guard.report(Finding("gradient", self.guard.rank, plan.m, step, f"norm {float(grad_norm)}"), plan)
+                self.guard.report(self.guard.finding("gradient", plan, f"norm {float(grad_norm)}"), plan)
 
     def must_stop(self) -> bool:
         """Whether any drafter was asked to stop, by a signal of its own or one that a target saw; agreed by all."""

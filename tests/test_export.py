@@ -414,6 +414,17 @@ def test_torn_file_is_one_line(export):
         load_drafter(folder, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("text, complaint", [
+    ("[]", "config.json holds no JSON object"), ("{", "config.json cannot be read"), ("[" * 10**5, "config.json cannot be read"),
+    (None, "config.json is missing"),
+])  # fmt: skip
+def test_a_configuration_of_another_kind_is_one_line(export, text, complaint):
+    folder, _ = export(random_drafter(drafter_config()), "zlab")
+    (folder / "config.json").unlink() if text is None else (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=f"not a drafter folder .{complaint}"):
+        load_drafter(folder, CPU, torch.float32)
+
+
 # ---- The check of an export ----
 
 

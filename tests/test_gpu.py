@@ -34,9 +34,9 @@ def forward(self, plan):
 def pack(self, job):
     torch.cuda._sleep(3_000_000)
     return right_pack(self, job)
-def submit(self, job):
-    right_submit(self, job)
-    del job
+def submit(self, action, argument):
+    right_submit(self, action, argument)
+    del argument
     for _ in range(32):
         torch.full((2048, 64), -1.0, device="cuda", dtype=torch.bfloat16)
 seen = 0

@@ -11,6 +11,7 @@ import torch
 import train_dflash_pipeline as pipeline
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 REPOSITORY = Path(pipeline.__file__).parent
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -164,7 +165,8 @@ def test_text_is_never_a_template(file, chat):
 
 def test_a_prepared_file_of_another_kind_is_refused(tmp_path):
     giant = (2**40).to_bytes(8, "little") + b"{}"  # a header of a terabyte
-    for number, content in enumerate([b"", b"\x00" * 64, b"\xff" * 64, giant, b"{}" * 9]):
+    foreign = save({name: torch.zeros(1) for name in pipeline.DOCUMENT_ARRAYS}, {"documents": "{}"})
+    for number, content in enumerate([b"", b"\x00" * 64, b"\xff" * 64, giant, b"{}" * 9, foreign]):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(content)
         with pytest.raises(pipeline.UserError, match="no file of tools/prepare_data.py"):
@@ -209,7 +211,7 @@ def test_remote_code_needs_the_flag(path):
     """`trust_remote_code` is only ever the flag's value, and a model by name is never loaded without passing it on."""
     for name, node in calls(path):
         value = keyword(node, "trust_remote_code")
-        assert value in (None, "args.trust_remote_code"), f"{path.name}, line {node.lineno}: {value}"
+        assert value in (None, "args.trust_remote_code", "args.target.trust_remote_code"), f"{path.name}, line {node.lineno}: {value}"
         if value is None and name.endswith("from_pretrained"):  # the default of transformers is False
             assert not any(k.arg is None for k in node.keywords), f"{path.name}, line {node.lineno}: hidden arguments"
 

@@ -56,13 +56,14 @@ SPARSE = ["--device", "cpu", "--target", "toy", "--tokens-per-micro-batch", "192
 def make_planner(flags, num_drafters=2):
     args = pipeline.parse_arguments(flags)
     limit = args.data.max_document_tokens or args.data.tokens_per_micro_batch
+    chat = pipeline.ChatTokenizer(pipeline.byte_tokenizer(), limit)
     if pipeline.is_prepared(args.data.train_data):
         documents = pipeline.open_documents(args.data.train_data[0])[0]
     else:
-        documents = pipeline.tokenise_rows(args.data.train_data, pipeline.byte_tokenizer(), limit, show_progress=False)
+        documents = pipeline.tokenise_rows(args.data.train_data, chat, show_progress=False)
     held_out = None
     if args.data.eval_data:
-        held_out = pipeline.tokenise_rows(args.data.eval_data, pipeline.byte_tokenizer(), limit, show_progress=False)
+        held_out = pipeline.tokenise_rows(args.data.eval_data, chat, show_progress=False)
     return args, pipeline.Planner(documents, args, num_drafters, held_out)
 
 
@@ -90,7 +91,7 @@ def short_flags(work):
         np.arange(len(lengths)), {}, len(lengths),
     )  # fmt: skip
     path = work / "short.safetensors"
-    pipeline.write_documents(documents, path, pipeline.describe_text(pipeline.byte_tokenizer(), 64, "keep", {}))
+    pipeline.write_documents(documents, path, pipeline.ChatTokenizer(pipeline.byte_tokenizer(), 64).describe())
     for seed in itertools.count():
         seeded = [*flags, "--train-data", str(path), "--seed", str(seed)]
         _, planner = make_planner(seeded)

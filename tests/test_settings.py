@@ -1,6 +1,7 @@
 """Flags, YAML defaults, refusals, schedules, and what importing the pipeline must not do."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from train_dflash_pipeline import (
     UserError,
     choose_device,
     learning_rate_at,
+    load_deepspeed_config,
     noise_std_at,
     parse_arguments,
     read_topology,
@@ -256,3 +258,15 @@ assert os.listdir(".") == []
     path = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.dont_write_bytecode = True\n"
     done = subprocess.run([sys.executable, "-c", path + code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ("[]", "own.json holds no JSON object"), ("{", "own.json cannot be read"),
+    ('{"gradient_clipping": 5}', 'gradient_clipping is 5, the flags say 1.0; write "auto" there'),
+    ('{"optimizer": {}}', "optimizer and scheduler come from the flags"),
+])  # fmt: skip
+def test_a_deepspeed_file_that_cannot_be_followed_is_one_line(tmp_path, text, complaint):
+    (tmp_path / "own.json").write_text(text)
+    args = parse_arguments(["--deepspeed", str(tmp_path / "own.json")])
+    with pytest.raises(UserError, match=f"--deepspeed .*{re.escape(complaint)}"):
+        load_deepspeed_config(args, torch.device("cpu"))

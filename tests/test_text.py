@@ -89,7 +89,7 @@ def write_rows(path, rows) -> str:
 
 
 def tokenise(paths, max_tokens=1000, template=pipeline.CHATML):
-    return tokenise_rows(paths, tokenizer_with(template), max_tokens, show_progress=False)
+    return tokenise_rows(paths, ChatTokenizer(tokenizer_with(template), max_tokens), show_progress=False)
 
 
 def valid_row(answer="fine") -> dict:
@@ -324,7 +324,7 @@ def test_mask_of_nothing_or_of_everything_is_an_error_that_names_the_tokenizer(t
     tokenizer.name_or_path = "some/tokenizer"
     path = write_rows(tmp_path / "x.jsonl", [valid_row()])
     with pytest.raises(UserError, match=f"chat template of some/tokenizer: 1 {reason}"):
-        tokenise_rows([path], tokenizer, 100, show_progress=False)
+        tokenise_rows([path], ChatTokenizer(tokenizer, 100), show_progress=False)
 
 
 # Formats and files ----------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_odd_files_give_the_right_mask_or_a_counted_drop(tmp_path, content, expe
     text = content if isinstance(content, str) else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path.write_bytes((text.rstrip("\n") + "\n" + json.dumps(valid_row("sound")) + "\n").encode())
     tokenizer = tokenizer_with(ODD_TEMPLATE)
-    documents = tokenise_rows([str(path)], tokenizer, 5000, show_progress=False)
+    documents = tokenise_rows([str(path)], ChatTokenizer(tokenizer, 5000), show_progress=False)
     found = []
     for start, end in zip(documents.offsets, documents.offsets[1:]):
         pairs = zip(documents.token_ids[start:end].tolist(), documents.loss_mask[start:end].tolist())

@@ -153,13 +153,12 @@ class Rank:
 
     def runner(self) -> tuple[pipeline.TargetRunner, nn.ModuleList]:
         """The target with its hooks, and the layers that it computes."""
-        model = pipeline.load_target(self.args.target, self.target_config, self.device)
-        layers = pipeline.decoder_layers(model)
         args = self.args
+        model = pipeline.load_target(args.target, self.target_config, self.device)
         runner = pipeline.TargetRunner(
             model, self.config.target_layer_ids, self.with_last, self.device, args.target.target_layout, args.pipeline.compile
         )
-        return runner, layers
+        return runner, runner.layers
 
     def trainer(self, receiver) -> pipeline.DrafterTrainer:
         """The drafter under DeepSpeed, on all ranks of the default group."""
@@ -191,9 +190,10 @@ class PackOnly(pipeline.HiddenStateSender):
     ticks: Ticks
     headers: list[pipeline.Header] = []
 
-    def _process(self, job) -> None:
-        if isinstance(job, int):  # the end of a stream
-            return
+    def end_stream(self, m: int) -> None:
+        pass
+
+    def send(self, job) -> None:
         header = self._pack(job)
         self.ring.hand_over(job.slot, "sending", "free")
         self.headers.append(header)
@@ -283,6 +283,7 @@ def measure_target(rank: Rank, options, folder: Path) -> dict:
     flops = [target_flops(layers, rank.text_config, plan.lengths) for plan in timed]
     tflops = None if None in flops else mean(flops) * forward / tokens / 1e12
     return {
+        "target": runner.describe(),
         "tokens_per_s": packed,
         "forward_tokens_per_s": forward,
         "forward_ms": 1e3 * tokens / forward,
@@ -424,11 +425,11 @@ def write_random_documents(args: pipeline.Arguments, micro_batches: int, lengths
     ids = rng.integers(0, 256, offsets[-1]).astype(np.int32)
     documents = pipeline.Documents(ids, np.ones(len(ids), bool), offsets, np.arange(len(lengths)), {})
     data = args.data
-    text = pipeline.describe_text(
+    chat = pipeline.ChatTokenizer(
         pipeline.load_tokenizer(args.target), data.max_document_tokens or data.tokens_per_micro_batch,
         data.cut_off_answers, pipeline.parse_template_kwargs(data.chat_template_kwargs),
     )  # fmt: skip
-    pipeline.write_documents(documents, path, text)
+    pipeline.write_documents(documents, path, chat.describe())
     return path
 
 

@@ -58,7 +58,7 @@ def slow(name, pause_s):
         time.sleep(pause_s)
         return right(*args, **kwargs)
     setattr(pipeline, name, slowly)
-for name, pause_s in (("write_files", 0.2), ("hash_together", 0.2), ("publish", 0.1), ("sync_to_disk", 0.02),
+for name, pause_s in (("write_files", 0.2), ("file_records", 0.2), ("publish", 0.1), ("sync_to_disk", 0.02),
                       ("remove_leftovers", 0.1)):
     slow(name, pause_s)
 """

@@ -167,14 +167,12 @@ def main(argv=None) -> None:
     target = pipeline.TargetArguments(args.target, args.tokenizer, trust_remote_code=args.trust_remote_code)
     if args.tokenizer is None:
         pipeline.choose_target(target)
-    tokenizer = pipeline.load_tokenizer(target)
-    text = pipeline.describe_text(tokenizer, **options)
-    if args.processes == 1:
-        documents = pipeline.tokenise_rows(args.train_data, tokenizer, show_progress=True, **options)
-    else:
+    chat = pipeline.ChatTokenizer(pipeline.load_tokenizer(target), **options)
+    parts = None
+    if args.processes > 1:
         parts = tokenise_in_processes(args.train_data, target, options, args.processes)
-        documents = pipeline.join_documents(parts, args.train_data, tokenizer, show_progress=True)
-    pipeline.write_documents(documents, args.output, text)
+    documents = pipeline.tokenise_rows(args.train_data, chat, show_progress=True, parts=parts)
+    pipeline.write_documents(documents, args.output, chat.describe())
     figures = report(documents, args.block_size)
     show(figures)
     if args.json:

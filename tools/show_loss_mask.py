@@ -102,8 +102,7 @@ def main(argv=None) -> None:
     wanted = range(args.num_rows) if args.row is None else set(args.row)
     if prepared:
         documents, _ = pipeline.open_documents(args.files[0])
-        here = pipeline.describe_text(tokenizer, args.max_document_tokens, args.cut_off_answers, template_kwargs)
-        pipeline.check_prepared(args.files[0], {"tokenizer": here["tokenizer"]})
+        pipeline.check_prepared(args.files[0], {"tokenizer": chat.describe()["tokenizer"]})
         rows = rows_of_prepared(documents, wanted)
     else:
         rows = rows_of_jsonl(args.files, wanted, chat)
