@@ -225,6 +225,11 @@ class PipelineArguments:
         "Target ranks; the others train. auto: five eighths, one of each at least. measure: as auto, and after a few "
         "steps say which split of the same ranks would be faster, by the rates measured.",
     )
+    target_tp: int = setting(
+        1,
+        "Ranks that hold one target together, by transformers' own tensor parallel plan: for a target that does not "
+        "fit into one GPU. Divides the target ranks and the target's heads.",
+    )
     placement: str = setting(
         "spread",
         "How roles are laid over nodes; losses do not depend on it. spread: every node gets targets and drafters in "
@@ -388,6 +393,7 @@ def check_arguments(args: Arguments) -> None:
         ("--max-grad-norm", optim.max_grad_norm, 0),
         ("--max-steps", optim.max_steps, 1),
         ("--gradient-accumulation-steps", optim.gradient_accumulation_steps, 1),
+        ("--target-tp", pipe.target_tp, 1),
         ("--prefetch-depth", pipe.prefetch_depth, 1),
         ("--transport-timeout", pipe.transport_timeout, 1),
         ("--eval-every", data.eval_every, 1),
@@ -458,7 +464,11 @@ def noise_std_at(step: int, total_steps: int, args: DataArguments) -> float:
 
 @dataclass(frozen=True)
 class Topology:
-    """Who this process is, and where every role lives. A role's ranks are numbered in the order of global ranks."""
+    """Who this process is, and where every role lives. A role's ranks are numbered in the order of global ranks.
+
+    With `target_tp` above 1 a target is a rank of role "target", its leader, and the next ranks, "target shard". They
+    compute the same micro-batches; to the drafters the leader is the target.
+    """
 
     rank: int
     world_size: int
@@ -467,21 +477,24 @@ class Topology:
     num_targets: int
     hosts: dict[int, str] = field(default_factory=dict, compare=False)  # by rank, where there are several
     nodes: tuple[int, ...] = ()  # by rank, the number of its node; empty: all on one
-    target_ranks: tuple[int, ...] = ()  # global ranks, ascending; empty: the first ones
+    target_ranks: tuple[int, ...] = ()  # global ranks of targets, or of their leaders, ascending; empty: the first ones
+    target_tp: int = 1  # ranks of one target
 
     @property
     def num_drafters(self) -> int:
-        return self.world_size - self.num_targets
+        return self.world_size - self.num_targets * self.target_tp
 
     @functools.cached_property
     def ranks_of(self) -> dict[str, list[int]]:
         """Role -> the global ranks that have it, in order of their rank within the role."""
-        targets = list(self.target_ranks or range(self.num_targets))
-        return {"target": targets, "drafter": sorted(set(range(self.world_size)) - set(targets))}
+        targets = list(self.target_ranks or range(0, self.num_targets * self.target_tp, self.target_tp))
+        shards = [leader + i for leader in targets for i in range(1, self.target_tp)]
+        drafters = sorted(set(range(self.world_size)).difference(targets, shards))
+        return {"target": targets, "target shard": shards, "drafter": drafters}
 
     @property
     def role(self) -> str:
-        return "target" if self.rank in self.ranks_of["target"] else "drafter"
+        return next(role for role, ranks in self.ranks_of.items() if self.rank in ranks)
 
     @property
     def role_rank(self) -> int:
@@ -493,6 +506,25 @@ class Topology:
 
     def global_rank(self, role: str, role_rank: int) -> int:
         return self.ranks_of[role][role_rank]
+
+    @property
+    def target(self) -> int:
+        """The target that this rank, no drafter, is or belongs to."""
+        return self.role_rank if self.role == "target" else self.role_rank // (self.target_tp - 1)
+
+    @property
+    def shard_peers(self) -> list[int]:
+        """The other ranks of this rank's target, by global rank."""
+        leader = self.global_rank("target", self.target)
+        return [rank for rank in range(leader, leader + self.target_tp) if rank != self.rank]
+
+    @property
+    def default_group(self) -> tuple[str, int, int]:
+        """(name, rank, size) of the process group that is this rank's torch world: its role, or the ranks of its target
+        where that is sharded, since transformers shards over the whole world."""
+        if self.role == "drafter" or self.target_tp == 1:
+            return self.role, self.role_rank, self.role_size
+        return f"target{self.target}", self.rank - self.global_rank("target", self.target), self.target_tp
 
     def node_of(self, role: str, role_rank: int) -> int:
         """The number of the node on which a rank lives."""
@@ -579,7 +611,7 @@ class Topology:
         return self.name(self.role, self.role_rank)
 
 
-def read_topology(num_target_ranks: str) -> Topology:
+def read_topology(num_target_ranks: str, target_tp: int = 1) -> Topology:
     """Topology from torchrun's environment, as on one node. Raises UserError when the roles cannot be laid out."""
     if "RANK" not in os.environ:
         raise UserError("start with torchrun, for example: torchrun --nproc_per_node 2 train_dflash_pipeline.py")
@@ -588,18 +620,33 @@ def read_topology(num_target_ranks: str) -> Topology:
     )
     if world < 2:
         raise UserError("one rank cannot hold both roles: start at least 2 (torchrun --nproc_per_node 2)")
-    num_targets = max(1, world * 5 // 8) if num_target_ranks in ("auto", "measure") else int(num_target_ranks)
-    if not 1 <= num_targets < world:
+    most = max(1, world * 5 // 8 // target_tp) * target_tp
+    num_target_ranks = most if num_target_ranks in ("auto", "measure") else int(num_target_ranks)
+    if not 1 <= num_target_ranks < world:
         raise UserError(
-            f"--num-target-ranks {num_targets} of {world} ranks leaves {max(0, world - num_targets)} drafter ranks: "
-            f"both roles need at least 1"
+            f"--num-target-ranks {num_target_ranks} of {world} ranks leaves {max(0, world - num_target_ranks)} drafter "
+            f"ranks: both roles need at least 1"
         )
-    return Topology(rank, world, local_rank, local_world, num_targets)
+    if num_target_ranks % target_tp:
+        raise UserError(f"--target-tp {target_tp} does not divide the {num_target_ranks} target ranks")
+    return Topology(rank, world, local_rank, local_world, num_target_ranks // target_tp, target_tp=target_tp)
 
 
 def num_nodes() -> int:
     """How many torchrun agents the job has: a node is what one of them started."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def place_sharded_targets(nodes: tuple[int, ...], num_targets: int, placement: str, target_tp: int) -> tuple[int, ...]:
+    """`place_targets` in units of `target_tp` ranks of one node: the global ranks of the leaders.
+
+    Raises UserError where so many units cannot be laid out.
+    """
+    own = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    units = [(ranks[i], node) for node, ranks in own.items() for i in range(0, len(ranks) - target_tp + 1, target_tp)]
+    if num_targets > len(units):
+        raise UserError(f"--target-tp {target_tp}: the nodes have room for {len(units)} targets, not for {num_targets}")
+    return tuple(units[i][0] for i in place_targets(tuple(node for _, node in units), num_targets, placement))
 
 
 def place_targets(nodes: tuple[int, ...], num_targets: int, placement: str) -> tuple[int, ...]:
@@ -642,7 +689,7 @@ def lay_over_nodes(topology: Topology, store, placement: str, limit_s: float) ->
     known = read("nodes", 0)
     choose_gloo_interface([address for _, _, address in known])
     nodes, hosts = tuple(node for node, _, _ in known), {rank: host for rank, (_, host, _) in enumerate(known)}
-    targets = place_targets(nodes, topology.num_targets, placement)
+    targets = place_sharded_targets(nodes, topology.num_targets, placement, topology.target_tp)
     return dataclasses.replace(topology, hosts=hosts, nodes=nodes, target_ranks=targets)
 
 
@@ -683,13 +730,15 @@ def choose_device(requested: str, topology: Topology) -> tuple[torch.device, boo
     gpus = torch.cuda.device_count() if requested != "cpu" else 0
     first = topology.rank - topology.local_rank
     on_host = set(range(first, first + topology.local_world_size))
-    targets = len(on_host.intersection(topology.ranks_of["target"]))
-    needed = max(targets, topology.local_world_size - targets)
+    drafters = len(on_host.intersection(topology.ranks_of["drafter"]))
+    needed = max(drafters, topology.local_world_size - drafters)
     if requested == "cuda" and gpus < needed:
         raise UserError(f"--device cuda: {needed} ranks of one role on this host, but {gpus} GPUs")
     if gpus < needed:
         if requested == "auto" and topology.local_rank == 0:
             print(f"device: CPU ({topology.local_world_size} ranks on this host, {gpus} GPUs)", flush=True)
+        if topology.target_tp > 1 and torch.cuda.is_available():
+            raise UserError("--target-tp on the CPU: hide the GPUs (CUDA_VISIBLE_DEVICES=), or transformers uses them")
         return torch.device("cpu"), False
     return torch.device("cuda", topology.local_rank % gpus), gpus < topology.local_world_size
 
@@ -1058,18 +1107,19 @@ class Fabric:
         self.introduce()
         self.board.now("connecting to the other ranks", topology.others())
         self.world = self._gloo("world", topology.rank, topology.world_size)
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(topology.role_rank), str(topology.role_size)
+        group, rank, size = topology.default_group
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
         if device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes its GPU from it
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"role/{topology.role}", self.store),
-            rank=topology.role_rank,
-            world_size=topology.role_size,
+            store=dist.PrefixStore(f"role/{group}", self.store),
+            rank=rank,
+            world_size=size,
             timeout=self.timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        self.role_control = self._gloo(f"role/{topology.role}/control", topology.role_rank, topology.role_size)
+        self.role_control = self._gloo(f"role/{group}/control", rank, size)
         for target, drafter in topology.pairs():
             if (topology.role, topology.role_rank) not in (("target", target), ("drafter", drafter)):
                 continue
@@ -1748,26 +1798,33 @@ def is_prepared(paths: list[str]) -> bool:
     return any(prepared)
 
 
-def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int]) -> int:
+def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], text_config=None) -> int:
     """The mask token's id: `--mask-token-id`, else the tokenizer's, else an embedding row beyond the tokenizer's
-    last id, else a special token that the chat template never writes. Never bos, eos, pad or unk.
+    last id, else a special token that the chat template never writes. Never bos, eos, pad or unk, be it the tokenizer
+    or the target's text config that calls it so (Llama 3 ends texts with more tokens than its tokenizer says).
 
     Raises UserError when there is none, or when the requested one is taken or outside the embedding.
     """
-    taken = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id,
-             "unk": tokenizer.unk_token_id}  # fmt: skip
+    taken = {}
+    for source, name in itertools.product((text_config, tokenizer), ("bos", "eos", "pad", "unk")):
+        ids = getattr(source, f"{name}_token_id", None)
+        taken |= dict.fromkeys(ids if isinstance(ids, list) else [ids], name)
     if requested is not None:
         if not 0 <= requested < embedding_rows:
             raise UserError(f"--mask-token-id {requested}: the target's embedding has rows 0 to {embedding_rows - 1}")
-        for name, token in taken.items():
-            if requested == token:
-                raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
+        if requested in taken:
+            name = taken[requested]
+            raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
         return requested
-    beyond = max(tokenizer.get_vocab().values()) + 1
-    unused = [i for i, token in sorted(tokenizer.added_tokens_decoder.items())
-              if token.special and token.content not in tokenizer.chat_template]  # fmt: skip
-    for token_id in (tokenizer.mask_token_id, beyond, *unused):
-        if token_id is not None and token_id < embedding_rows and token_id not in taken.values():
+    own = tokenizer.mask_token_id
+    if own is not None and own < embedding_rows and own not in taken:
+        return own
+    for token_id in range(max(tokenizer.get_vocab().values()) + 1, embedding_rows):
+        if token_id not in taken:
+            return token_id
+    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+        free = token_id < embedding_rows and token_id not in taken
+        if free and token.special and token.content not in str(tokenizer.chat_template):
             return token_id
     raise UserError("no token is free to serve as mask token: name one with --mask-token-id")
 
@@ -1993,6 +2050,13 @@ RANDOM_TARGETS = {
     ),
 }  # fmt: skip
 
+# Families, by the `model_type` of their config, that tests/test_families.py proves. Others run with a warning, after
+# `check_unproven_target` saw no reason to refuse them.
+PROVEN_FAMILIES = (
+    "llama", "mistral", "mistral3", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+    "qwen3_5_moe_text", "gpt_oss", "gemma2", "gemma3", "gemma3_text",
+)  # fmt: skip
+
 
 def choose_target(args: TargetArguments) -> None:
     """Resolve `--target auto` in place, and say so."""
@@ -2004,7 +2068,10 @@ def choose_target(args: TargetArguments) -> None:
 
 
 def load_target_config(args: TargetArguments):
-    """The target's transformers config, with `dtype` resolved to a torch dtype."""
+    """The target's transformers config, with `dtype` resolved to a torch dtype.
+
+    Raises UserError for a model that is no causal decoder, as far as its config tells.
+    """
     from transformers import AutoConfig
 
     if args.target in RANDOM_TARGETS:
@@ -2014,11 +2081,40 @@ def load_target_config(args: TargetArguments):
             config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"cannot load --target {args.target}: {first_line(error)}") from None
+    check_target_config(args.target, config)
     name = args.target_dtype
     if name == "auto":
         name = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
     config.dtype = config.get_text_config().dtype = getattr(torch, name)
     return config
+
+
+def check_target_config(target: str, config) -> None:
+    """Raise UserError, before anything is loaded, for what is no causal decoder of a width and depth of its own."""
+    target_class(config)
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise UserError(f"--target {target}: {config.model_type} is an encoder-decoder, not a decoder alone")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UserError(f"--target {target}: its text tokens see those after them (use_bidirectional_attention)")
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    if missing := [name for name in needed if not isinstance(getattr(text, name, None), int)]:
+        raise UserError(f"--target {target}: the {missing[0]} of a {config.model_type} is not one number")
+
+
+def target_class(config):
+    """transformers' auto class for a target: the causal language model, else the multimodal model around it.
+
+    Raises UserError if there is neither.
+    """
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    for name, known in (("AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING),
+                        ("AutoModelForImageTextToText", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):  # fmt: skip
+        if type(config) in known or name in (getattr(config, "auto_map", None) or {}):
+            return getattr(transformers, name)
+    raise UserError(f"a model of type {config.model_type} is no causal language model: it cannot be a target")
 
 
 def settle_target_dtype(args: TargetArguments, config, device: torch.device) -> None:
@@ -2058,20 +2154,75 @@ def random_weight(name: str, shape: tuple[int, ...], device: torch.device, dtype
     return torch.empty(shape, device=device, dtype=dtype).normal_(0, 0.02, generator=generator)
 
 
-def load_target(args: TargetArguments, config, device: torch.device) -> nn.Module:
-    """The whole frozen target in eval mode, straight onto its device."""
-    from transformers import AutoModelForCausalLM
+def check_target_tp(config, target_tp: int) -> None:
+    """Raise UserError where transformers cannot share a target among `target_tp` ranks. In: its config alone."""
+    text = config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None) or {}  # some share the embedding alone
+    if target_tp > 1 and not any(name.startswith("layers.") for name in plan):
+        raise UserError(f"--target-tp {target_tp}: transformers has no plan to share the layers of a {text.model_type}")
+    if target_tp not in (able := target_tp_degrees(text)):
+        raise UserError(
+            f"--target-tp {target_tp}: the widths of this target can be shared by {', '.join(map(str, able))} ranks"
+        )
 
+
+def target_tp_degrees(text_config) -> list[int]:
+    """The numbers of ranks, up to 64, that divide all that tensor parallelism splits."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+    widths = [width for name in names if isinstance(width := getattr(text_config, name, None), int)]
+    return [k for k in range(1, 65) if not any(width % k for width in widths)]
+
+
+def check_target_fits(num_bytes: int, free_bytes: int, target_tp: int, degrees: list[int]) -> None:
+    """Raise UserError, naming the memory and the --target-tp that would do, where a target's share of `num_bytes` of
+    weights takes more than nine tenths of `free_bytes`: activations and captured states need the rest."""
+    if num_bytes / target_tp <= 0.9 * free_bytes:
+        return
+    enough = next((k for k in degrees if num_bytes / k <= 0.9 * free_bytes), None)
+    way_out = "no degree of tensor parallelism does" if enough is None else f"--target-tp {enough} would do"
+    needed = f"{num_bytes / 2**30:.1f} GiB" + (f" / {target_tp}" if target_tp > 1 else "")
+    raise UserError(
+        f"the target's weights need {needed}, more than nine tenths of the {free_bytes / 2**30:.1f} GiB free on its "
+        f"GPU: {way_out}"
+    )
+
+
+def target_bytes(args: TargetArguments, config) -> int:
+    """Bytes of the target's weights in its dtype, from a skeleton without memory."""
+    with torch.device("meta"):
+        skeleton = target_class(config).from_config(config, trust_remote_code=args.trust_remote_code)
+    return sum(parameter.numel() for parameter in skeleton.parameters()) * config.dtype.itemsize
+
+
+def load_target(args: TargetArguments, config, device: torch.device, target_tp: int = 1) -> nn.Module:
+    """The frozen target in eval mode, straight onto its device: the whole of it, or with `target_tp` above 1 this
+    rank's share, by transformers' tensor parallel plan over the default process group, which has `target_tp` ranks.
+
+    Raises UserError for a target that does not fit into its GPU.
+    """
+    if device.type == "cuda" and getattr(config, "quantization_config", None) is None:
+        degrees = target_tp_degrees(config.get_text_config())
+        check_target_fits(target_bytes(args, config), torch.cuda.mem_get_info(device)[0], target_tp, degrees)
+    place = {"device_map": {"": device}}
+    if target_tp > 1:
+        from transformers.distributed import DistributedConfig
+
+        place = {"distributed_config": DistributedConfig(tp_size=target_tp)}
     if args.target in RANDOM_TARGETS:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype)
+            model = target_class(config).from_config(copy.deepcopy(config), dtype=config.dtype)
         for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
             module.weight.data = random_weight(name, module.weight.shape, device, config.dtype)
+        if target_tp > 1:
+            distributed_config, _, mesh = model.prepare_distribute_model(place["distributed_config"])
+            model = model.maybe_distribute_model(model, distributed_config, mesh)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            args.target, dtype=config.dtype, device_map={"": device}, trust_remote_code=args.trust_remote_code
-        )
+        model = target_class(config).from_pretrained(
+            args.target, dtype=config.dtype, trust_remote_code=args.trust_remote_code, **place,
+            # SDPA knows no soft-capped scores (Gemma 2): some transformers versions then leave the cap out in silence
+            attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
+        )  # fmt: skip
     return model.eval().requires_grad_(False)
 
 
@@ -2111,32 +2262,50 @@ def soft_cap(logits: Tensor, cap: Optional[float]) -> Tensor:
 def load_frozen_ends(args: TargetArguments, config, device: torch.device, dtype: torch.dtype) -> FrozenEnds:
     """Read the three ends out of the target's safetensors (single, sharded, tied or not), and nothing else of it.
 
-    A skeleton on the meta device gives the norm's class and the embedding's scale.
+    A skeleton on the meta device gives the norm's class, the embedding's scale, and whether the head is the embedding.
+    Raises UserError for a target whose ends are of another make.
     """
-    from transformers import AutoModelForCausalLM
-
     text = config.get_text_config()
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    norm = skeleton.get_decoder().norm.to_empty(device=device)
-    scale = torch.tensor(getattr(skeleton.get_input_embeddings(), "scalar_embed_scale", 1.0)).to(config.dtype).item()
+        skeleton = target_class(config).from_config(config, trust_remote_code=args.trust_remote_code)
+    norm, head_module = getattr(skeleton.get_decoder(), "norm", None), skeleton.get_output_embeddings()
+    if norm is None or head_module is None or getattr(head_module, "bias", None) is not None:
+        name = type(skeleton).__name__
+        raise UserError(f"--target {args.target}: {name} has no final `norm` or no head without a bias")
+    norm = norm.to_empty(device=device)
     if args.target in RANDOM_TARGETS:
         shape = (text.vocab_size, text.hidden_size)
         embedding, head = (random_weight(name, shape, device, config.dtype) for name in ("embedding", "head"))
-        norm_weight = type(norm)(text.hidden_size).weight  # as it starts: 1, or 0 where 1 is added to it
+        norm_weights = {"weight": type(norm)(text.hidden_size).weight}  # as it starts: 1, or 0 where 1 is added to it
     else:
-        files = safetensors_index(args.target)
-        embedding_key = only_key(files, r"(^|\.)embed_tokens\.weight$", args.target)
-        norm_key = embedding_key.replace("embed_tokens.weight", "norm.weight")
-        embedding = head = read_tensor(files, embedding_key, args.target)
-        if not config.tie_word_embeddings:
-            head = read_tensor(files, only_key(files, r"(^|\.)lm_head\.weight$", args.target), args.target)
-        norm_weight = read_tensor(files, norm_key, args.target)
-    norm.load_state_dict({"weight": norm_weight})
+        files, tied = safetensors_index(args.target), head_module.weight is skeleton.get_input_embeddings().weight
+        embedding, head, norm_weights = read_ends(files, tied, list(norm.state_dict()), args.target)
+    norm.load_state_dict(norm_weights)
     softcap = getattr(text, "final_logit_softcapping", None)
     # Rounded to the target's dtype first: the drafter sees exactly the numbers that the target uses.
     embedding, head = (x.to(config.dtype).to(device, dtype) for x in (embedding, head))
-    return FrozenEnds(embedding, head, norm.to(device, dtype), scale, softcap)
+    return FrozenEnds(embedding, head, norm.to(device, dtype), embed_scale(skeleton, config.dtype), softcap)
+
+
+def embed_scale(model: nn.Module, dtype: torch.dtype) -> float:
+    """What the target multiplies its embedding by, rounded to `dtype` as there."""
+    return torch.tensor(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)).to(dtype).item()
+
+
+def read_ends(files: dict[str, Path], tied: bool, norm_names: list[str], target: str) -> tuple[Tensor, Tensor, dict]:
+    """(embedding, head, final norm's weights by name) of a checkpoint.
+
+    A tied head is usually not in the file. Where it is, transformers uses it, and ties nothing if the two differ.
+    """
+    outside_layers = r"^(?!.*layers\.\d).*\b"  # multi-token prediction layers bring embeddings and heads of their own
+    embedding_key = only_key(files, outside_layers + r"embed_tokens\.weight$", target)
+    norm_prefix = embedding_key.removesuffix("embed_tokens.weight") + "norm."
+    norm_weights = {name: read_tensor(files, norm_prefix + name, target) for name in norm_names}
+    embedding = head = read_tensor(files, embedding_key, target)
+    head_pattern = outside_layers + r"lm_head\.weight$"
+    if not tied or any(re.search(head_pattern, key) for key in files):
+        head = read_tensor(files, only_key(files, head_pattern, target), target)
+    return embedding, head, norm_weights
 
 
 def safetensors_index(target: str) -> dict[str, Path]:
@@ -2161,7 +2330,7 @@ def safetensors_index(target: str) -> dict[str, Path]:
 
 def only_key(files: dict[str, Path], pattern: str, target: str) -> str:
     """The one tensor name of the text model that matches."""
-    keys = [key for key in files if re.search(pattern, key) and not re.search(r"visual|vision|audio", key)]
+    keys = [key for key in files if re.search(pattern, key) and not re.search(r"visual|vision|audio|^mtp\.", key)]
     if len(keys) != 1:
         raise UserError(f"{target}: expected one tensor named like {pattern}, found {keys or 'none'}")
     return keys[0]
@@ -2212,6 +2381,57 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if len(found) != 1:
         raise UserError(f"{type(model).__name__}: found {len(found)} lists of {depth} decoder layers, expected one")
     return found[0]
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A weight of the target at full size; all ranks of a sharded target call it together."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+@torch.no_grad()
+def check_unproven_target(model: nn.Module, config) -> Optional[str]:
+    """Of a family that no test proves: see on a few tokens that layers and ends compute what is expected, and that no
+    token sees those after it, on which right padding rests. Returns a warning that says what was not verified.
+
+    None for a family in `PROVEN_FAMILIES`. Raises UserError naming what is not as expected.
+    """
+    if config.model_type in PROVEN_FAMILIES and not hasattr(config, "auto_map"):
+        return None
+    embedding, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+    layers, text, known = decoder_layers(model), config.get_text_config(), 32
+    ids = torch.randint(text.vocab_size, (2, 1, known + 16), generator=torch.Generator().manual_seed(0))
+    ids[1, :, :known] = ids[0, :, :known]  # the same beginning, other tokens after it
+    first, second = ids.to(embedding.weight.device)
+    capture, entry = HookCapture(model, range(len(layers))), []
+    hook = layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: entry.append(args[0] if args else kwargs.get("hidden_states")), with_kwargs=True
+    )
+    final = decoder(input_ids=first, use_cache=False).last_hidden_state
+    states = capture.take().captured
+    decoder(input_ids=second, use_cache=False)
+    others = capture.take().captured
+    logits = model(input_ids=first, use_cache=False).logits
+    hook.remove()
+    capture.remove()
+    if any(state.shape != (1, known + 16, text.hidden_size) for state in states.values()):
+        raise UserError(f"--target: layers of a {config.model_type} give more than one hidden state a token")
+    rows = F.embedding(first, whole(embedding.weight)) * embed_scale(model, config.dtype)
+    own_logits = soft_cap((final @ whole(head.weight).T).float(), getattr(text, "final_logit_softcapping", None))
+    proofs = {
+        "its embedding computes more than scaled rows": (entry[0], rows),
+        "its last hidden state is not the final norm of the last layer": (decoder.norm(states[len(layers) - 1]), final),
+        "its logits are not the soft-capped product with its head": (logits, own_logits),
+        "its tokens see those after them": tuple(torch.cat([x[i][:, :known] for i in x]) for x in (states, others)),
+    }
+    for failure, (one, other) in proofs.items():
+        one, other = one.float(), other.float()
+        if not (one - other).norm() <= (1e-3 if config.dtype == torch.float32 else 5e-2) * other.norm():
+            raise UserError(f"--target: a {config.model_type} cannot be a target here: {failure}")
+    return (
+        f"no test proves targets of type {config.model_type}. Seen right on {known + 16} tokens: layers, embedding, "
+        "final norm, head, no look-ahead. Not verified: longer documents, bits that do not depend on the other "
+        "documents of a batch, and whether servers know the family"
+    )
 
 
 def packed_index(lengths, max_length: int) -> Tensor:
@@ -3414,7 +3634,7 @@ class TargetRunner:
             lengths = [max(3, min(n // 4, window)), *([window + 1] if window < n else [])]
             for rows, length in itertools.product((2, 1), lengths):
                 self._padded_pass(np.zeros(rows * length, np.int64), np.full(rows, length))
-        m = next(topology.micro_batches_of(topology.role_rank, first_m))
+        m = next(topology.micro_batches_of(topology.target, first_m))
         if m < planner.end_m:
             self.forward(planner.plan(m))
 
@@ -3458,12 +3678,33 @@ class TargetRunner:
         return self.capture.take()
 
 
+def go_on_together(fabric, m: int, go_on: bool = True) -> bool:
+    """What the leader of a sharded target says of micro-batch m, on all its ranks: compute it, or stop before it."""
+    if fabric.topology.target_tp == 1:
+        return go_on
+    word = torch.tensor([int(go_on), m, -m])
+    with fabric.board.doing(f"micro-batch {m}, with the other ranks of this target", fabric.topology.shard_peers):
+        fabric.role_control.allreduce([word], dist.ReduceOp.MIN).wait()
+    if word[1] != -word[2]:
+        raise RuntimeError(f"the ranks of a target are at micro-batches {int(word[1])} to {-int(word[2])}")
+    return bool(word[0])
+
+
+def run_target_shard(fabric, planner, runner, first_m) -> None:
+    """Compute what this rank's target computes, for the leader, which alone keeps and sends what is captured."""
+    for m in fabric.topology.micro_batches_of(fabric.topology.target, first_m):
+        if not go_on_together(fabric, m):
+            break
+        fabric.board.now(f"forward pass of micro-batch {m}")
+        runner.forward(planner.plan(m))
+
+
 def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults) -> None:
     """Compute every micro-batch of this rank in order, then end each drafter's stream."""
     topology, device = fabric.topology, fabric.device
     sender = HiddenStateSender(fabric, ring, args.pipeline, stop_requested, guard, faults)
     for m in topology.micro_batches_of(topology.role_rank, first_m):
-        if m >= planner.end_m or sender.stopping:
+        if not go_on_together(fabric, m, m < planner.end_m and not sender.stopping):
             break
         fabric.board.now(f"forward pass of micro-batch {m}")
         plan = planner.plan(m)
@@ -3523,12 +3764,13 @@ class DrafterConfig:
         rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per kind of layer
         return cls(
             hidden_size=text_config.hidden_size,
-            intermediate_size=text_config.intermediate_size,
+            # some mixtures of experts have no width of a dense layer: that of their dense siblings
+            intermediate_size=getattr(text_config, "intermediate_size", None) or 3 * text_config.hidden_size,
             num_hidden_layers=depth,
             num_attention_heads=heads,
             num_key_value_heads=getattr(text_config, "num_key_value_heads", None) or heads,
             head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
-            rms_norm_eps=text_config.rms_norm_eps,
+            rms_norm_eps=getattr(text_config, "rms_norm_eps", None) or 1e-6,
             rope_theta=float(rope.get("rope_theta") or getattr(text_config, "rope_theta", None) or 1e4),
             max_position_embeddings=text_config.max_position_embeddings,
             vocab_size=text_config.vocab_size,
@@ -3887,7 +4129,7 @@ def choose_drafter_config(args: Arguments, text_config, tokenizer) -> DrafterCon
     Raises UserError when that drafter was made for another target, or when a flag contradicts its weights.
     """
     layer_ids = choose_fc_layer_ids(text_config.num_hidden_layers, args.target)
-    mask_token_id = choose_mask_token(tokenizer, text_config.vocab_size, args.drafter.mask_token_id)
+    mask_token_id = choose_mask_token(tokenizer, text_config.vocab_size, args.drafter.mask_token_id, text_config)
     config = DrafterConfig.for_target(text_config, args.drafter, layer_ids, mask_token_id)
     if args.drafter.init_from is None:
         return config
@@ -4999,7 +5241,8 @@ class SplitAdvisor:
         """The one line that the user reads."""
         targets, drafters = self.topology.num_targets, self.topology.num_drafters
         batch = drafters * self.accumulation
-        splits = rank_splits(self.topology.world_size, batch, target_ms, micro_ms, step_ms)
+        tp = self.topology.target_tp
+        splits = rank_splits(self.topology.world_size, batch, target_ms, micro_ms, step_ms, tp)
         best, gain = splits[0], splits[0].rate / next(s.rate for s in splits if s.num_targets == targets)
         start = (
             f"ranks: a target needs {target_ms:.1f} ms for a micro-batch, a drafter {micro_ms:.1f} ms and "
@@ -5007,7 +5250,7 @@ class SplitAdvisor:
         )
         if gain < 1.03:
             return f"{start} targets {targets} : drafters {drafters} is balanced within 3 %: keep"
-        flags = f"--num-target-ranks {best.num_targets} --gradient-accumulation-steps {best.accumulation}"
+        flags = f"--num-target-ranks {best.num_targets * tp} --gradient-accumulation-steps {best.accumulation}"
         if best.num_drafters * best.accumulation == batch:
             batch_note = f"the global batch stays at {batch} micro-batches, so the run may go on from its checkpoint"
         else:
@@ -5351,7 +5594,8 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(args.flat(), sort_keys=False))
     print("settings: " + " ".join(f"{key}={value}" for key, value in args.flat().items()))
-    print(f"ranks: {topology.num_targets} target + {topology.num_drafters} drafter on {device.type}")
+    of_ranks = f" (of {topology.target_tp} ranks each)" if topology.target_tp > 1 else ""
+    print(f"ranks: {topology.num_targets} target{of_ranks} + {topology.num_drafters} drafter on {device.type}")
     if len(set(topology.nodes)) > 1:
         print(describe_traffic(args, topology, planner, config))
     print(f"data: {planner.documents.summary()}")
@@ -5392,6 +5636,7 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     target_config = load_target_config(args.target)
     settle_target_dtype(args.target, target_config, device)
     text_config = target_config.get_text_config()
+    check_target_tp(target_config, topology.target_tp)
     tokenizer = load_tokenizer(args.target)
     config = choose_drafter_config(args, text_config, tokenizer)
     check_tiles(args, device)
@@ -5414,23 +5659,28 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
 
     with_last = args.data.loss == "kl"
     ring = SlotRing(
-        args.pipeline.prefetch_depth, tokens=planner.tokens,
+        0 if topology.role == "target shard" else args.pipeline.prefetch_depth, tokens=planner.tokens,
         num_layers=len(config.target_layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
         dtype=target_config.dtype, device=device, staged=fabric.shares_gpus, poison=args.pipeline.poison_slots,
     )  # fmt: skip
     guard = Guard(args, topology, planner, config)
     faults.check_end(planner.end_m)
     first_m = planner.first_m(first_step)
-    if topology.role == "target":
-        model = load_target(args.target, target_config, device)
+    if topology.role != "drafter":
+        model, speaks = load_target(args.target, target_config, device, topology.target_tp), topology.ranks_of["target"][0]
+        if (warning := check_unproven_target(model, target_config)) and topology.rank == speaks:
+            print(f"warning: {warning}", flush=True)
         runner = TargetRunner(
             model, config.target_layer_ids, with_last, device, args.target.target_layout, args.pipeline.compile
         )
-        if topology.role_rank == 0:
+        if topology.rank == speaks:
             print(f"target: {runner.describe()}", flush=True)
         del model  # the LM head and unread layers go
         runner.warm_up(planner, first_m, topology)
         fabric.start()
+        if topology.role == "target shard":
+            run_target_shard(fabric, planner, runner, first_m)
+            return
         run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults)
         return
     if topology.role_rank == 0:
@@ -5473,7 +5723,8 @@ def main() -> int:
     try:
         faulthandler.enable()  # a crash in native code shows where it was
         args = parse_arguments()
-        on_one_node, limit_s = read_topology(args.pipeline.num_target_ranks), args.pipeline.transport_timeout
+        on_one_node = read_topology(args.pipeline.num_target_ranks, args.pipeline.target_tp)
+        limit_s = args.pipeline.transport_timeout
         store, board_store = open_store(on_one_node, limit_s)
         topology = lay_over_nodes(on_one_node, store, args.pipeline.placement, max(limit_s, SILENT_S))
         board = FailureBoard(topology, board_store, args.pipeline.transport_timeout)
