@@ -13,6 +13,10 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: minutes of real processes; launch/test.sh leaves it out unless told otherwise")
+
+
 def _random_target(kind: str):
     """A causal language model of 8 narrow layers in fp32, with no weight left at its initial 0 or 1."""
     import transformers

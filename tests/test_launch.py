@@ -71,6 +71,7 @@ def test_a_job_that_ends_by_itself_is_not_requeued(slurm, tmp_path, code):
     assert not asked.exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_job_saves_and_goes_on_from_the_queue(slurm, tmp_path):
     """Before the time limit (SIGUSR1), then preempted (SIGTERM): each time a checkpoint, exit 0 and one request."""
     command, environment, asked = slurm

@@ -184,11 +184,13 @@ def losses(result) -> list[float]:
     return [record["loss"] for record in result.metrics]
 
 
+@pytest.mark.slow
 def test_losses_equal_those_of_a_whole_target_within_rounding(runs):
     whole, shared = losses(runs["whole"].check_ok()), losses(runs["switches0"].check_ok())
     assert len(whole) == 3 and shared == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_shared_and_the_drafters_ends_are_whole(runs):
     """Else equal losses would prove nothing, and the drafters would train on half a vocabulary."""
     out = runs["switches0"].out
@@ -196,6 +198,7 @@ def test_weights_are_shared_and_the_drafters_ends_are_whole(runs):
     assert all("[(320, 64)]" in text for text in out[2:])
 
 
+@pytest.mark.slow
 def test_all_switches_are_bit_identical(runs):
     first = runs["switches0"]
     for number in range(1, 4):
@@ -205,11 +208,13 @@ def test_all_switches_are_bit_identical(runs):
         assert equiv.first_weight_difference(*weights, "drafters") is None
 
 
+@pytest.mark.slow
 def test_early_stop_ends_all_ranks_of_the_target(runs):
     result = runs["stop"].check_ok()
     assert 1 <= len(result.metrics) < 50
 
 
+@pytest.mark.slow
 def test_death_of_a_shard_ends_every_rank_naming_it(runs):
     result = runs["die"]
     assert result.codes[1] == -9 and all(result.codes[rank] == 1 for rank in (0, 2, 3))
@@ -217,6 +222,7 @@ def test_death_of_a_shard_ends_every_rank_naming_it(runs):
         assert "target shard 0 (rank 1)" in result.err[rank].strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_degree_that_does_not_divide_the_heads_is_one_line_on_every_rank(runs):
     result = runs["widths"]
     assert set(result.codes) == {1}
@@ -224,6 +230,7 @@ def test_degree_that_does_not_divide_the_heads_is_one_line_on_every_rank(runs):
         assert "--target-tp 3: the widths of this target can be shared by 1, 2 ranks" in line
 
 
+@pytest.mark.slow
 def test_tool_compares_captures_of_a_hybrid_inside_a_wrapper(tmp_path):
     torch.manual_seed(0)
     model = FAMILIES["qwen3_5"].reference_class()._from_config(FAMILIES["qwen3_5"].config())
@@ -236,6 +243,7 @@ def test_tool_compares_captures_of_a_hybrid_inside_a_wrapper(tmp_path):
     assert "2 ranks, 51% of the weights on each, float32: all layers within 1e-05" in done.stdout
 
 
+@pytest.mark.slow
 def test_tool_names_the_layers_beyond_its_tolerance(capsys):
     whole = [torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4)]
     shared = [torch.ones(3, 4), 1.2 * torch.ones(3, 4), torch.full((3, 4), torch.nan)]

@@ -18,6 +18,7 @@ from pipeline_runner import SMALL, Case, read_cases, run_cases, write_cases
 
 from check_pipeline_equiv import last_weights, first_weight_difference, started, write_small_data  # isort: skip
 
+pytestmark = pytest.mark.slow
 ADDRESSES = {"host-a": "10.99.7.1", "host-b": "10.99.7.2"}
 COMPARED = ("step", "loss", "grad_norm", "acceptance_length")
 START = "import os, subprocess, sys, time\nRANK = int(os.environ['RANK'])\n"  # ranks 0 and 1 are on host-a
