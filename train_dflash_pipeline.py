@@ -176,6 +176,12 @@ class DataArguments:
     )
     tokens_per_micro_batch: int = setting(1024, "Packed length N of a micro-batch, in tokens.")
     anchors_per_micro_batch: int = setting(32, "Blocks A trained per micro-batch, at most.")
+    anchor_draw: str = setting(
+        "uniform",
+        "How they are drawn. uniform: from all supervised positions alike. even: as many from every document, as far as "
+        "it has them, so that short answers count as much as long ones. Held-out data: uniform.",
+        choices=["uniform", "even"],
+    )
     loss: str = setting(
         "ce",
         "ce: cross-entropy on the text. kl: KL divergence from the target's own distribution.",
@@ -1998,18 +2004,26 @@ class Planner:
             token_ids[rows], loss_mask[rows] = source.token_ids[tokens], source.loss_mask[tokens]
             document_ids[rows], position_ids[rows] = i, np.arange(length)
             row += length
-        anchor_rows, num_anchors = self._draw_anchors(anchor_key, max_anchors, document_ids, loss_mask)
+        evenly = self.data.anchor_draw == "even" and source is self.documents
+        anchor_rows, num_anchors = self._draw_anchors(anchor_key, max_anchors, document_ids, loss_mask, evenly)
         labels, weights = self._label(token_ids, document_ids, loss_mask, anchor_rows, num_anchors)
         noise_seed = int(random_stream(self.data.seed, NOISE_STREAM, anchor_key[1]).integers(2**62))
         return BatchPlan(m, documents, lengths, used, token_ids, document_ids, position_ids, loss_mask,
                          anchor_rows, num_anchors, labels, weights, noise_std, noise_seed)  # fmt: skip
 
-    def _draw_anchors(self, key, max_anchors: int, document_ids, loss_mask) -> tuple[np.ndarray, int]:
-        """Up to A rows, uniformly without replacement, where the row and the next are supervised in one document."""
+    def _draw_anchors(self, key, max_anchors: int, document_ids, loss_mask, evenly: bool) -> tuple[np.ndarray, int]:
+        """Up to A rows, without replacement, where the row and the next are supervised in one document: uniformly, or
+        one from every document in turn until A are drawn or none is left."""
         valid = loss_mask[:-1] & loss_mask[1:] & (document_ids[:-1] == document_ids[1:])
         candidates = np.flatnonzero(valid)
-        chosen = random_stream(self.data.seed, *key).random(len(candidates)).argsort(kind="stable")
-        chosen = np.sort(candidates[chosen[:max_anchors]])
+        drawn = candidates[random_stream(self.data.seed, *key).random(len(candidates)).argsort(kind="stable")]
+        if evenly:
+            by_document = document_ids[drawn].argsort(kind="stable")
+            _, counts = np.unique(document_ids[drawn], return_counts=True)
+            turn = np.empty(len(drawn), np.int64)  # how many of its document were drawn before it
+            turn[by_document] = np.concatenate([np.arange(count) for count in counts] or [[]])
+            drawn = drawn[turn.argsort(kind="stable")]
+        chosen = np.sort(drawn[:max_anchors])
         return np.pad(chosen, (0, self.anchors - len(chosen))), len(chosen)
 
     def _label(self, token_ids, document_ids, loss_mask, anchor_rows, num_anchors) -> tuple[np.ndarray, np.ndarray]:
@@ -4534,7 +4548,7 @@ def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, n
 
     The target is known by its files, not by where they lie. Of drafter ranks and accumulation only the product counts.
     """
-    names = ("seed", "tokens_per_micro_batch", "anchors_per_micro_batch", "loss", "loss_gamma", "noise_std",
+    names = ("seed", "tokens_per_micro_batch", "anchors_per_micro_batch", "anchor_draw", "loss", "loss_gamma", "noise_std",
              "noise_schedule", "loss_weights", "dpace_alpha", "target_dtype")  # fmt: skip
     flat, target = args.flat(), args.target.target
     identity = {"data": documents.fingerprint, "target": target if target in RANDOM_TARGETS else target_hashes(target)}

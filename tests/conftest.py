@@ -7,10 +7,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_configure(config):

@@ -299,10 +299,55 @@ def test_anchors_are_drawn_uniformly_without_replacement():
     plans = planner(make_documents([701], [[1] * 701]), tokens=701, anchors=512)
     plan, counts = plans.plan(0), np.zeros(701)
     for m in range(2000):
-        rows, used = plans._draw_anchors((2, m), 512, plan.document_ids, plan.loss_mask)
+        rows, used = plans._draw_anchors((2, m), 512, plan.document_ids, plan.loss_mask, False)
         assert used == 512 and (np.diff(rows) > 0).all()
         counts[rows] += 1
     p = 512 / 700
     deviation = math.sqrt(p * (1 - p) / 2000)
     assert counts[700] == 0 and np.abs(counts[:700] / 2000 - p).max() < 5 * deviation
     assert (counts[:700] / 2000).std() == pytest.approx(deviation, rel=0.15)  # neither clumped nor too even
+
+
+def deal(valid: list[int], anchors: int) -> list[int]:
+    """How many anchors documents with so many valid positions get, sorted: one each in turn, while there are any."""
+    given = [0] * len(valid)
+    while anchors > 0 and given != valid:
+        for i in sorted(range(len(valid)), key=lambda i: -valid[i])[:anchors]:
+            if given[i] < valid[i]:
+                given[i], anchors = given[i] + 1, anchors - 1
+    return sorted(given)
+
+
+@pytest.mark.parametrize("anchors", [1, 3, 10, 17, 40, 500])
+@pytest.mark.parametrize("lengths", [[1], [2], [9, 2], [30, 5, 5, 1, 60], [20, 20, 20], [1, 1]])
+def test_even_anchors_are_shared_out_over_documents(lengths, anchors):
+    """Which documents get one more than others is drawn; how many do is not."""
+    plans = planner(make_documents(lengths), tokens=128, anchors=anchors, anchor_draw="even")
+    for m in range(20):
+        plan = plans.plan(m)
+        valid = [0] * len(plan.lengths)
+        for row in range(plan.num_tokens - 1):
+            one_document = plan.document_ids[row] == plan.document_ids[row + 1]
+            valid[plan.document_ids[row]] += int(one_document and plan.loss_mask[row] and plan.loss_mask[row + 1])
+        rows = plan.anchor_rows[: plan.num_anchors]
+        assert (np.diff(rows) > 0).all() and plan.num_anchors == min(anchors, sum(valid))
+        got = np.bincount(plan.document_ids[rows], minlength=len(plan.lengths))
+        assert sorted(got.tolist()) == deal(valid, anchors)
+
+
+def test_even_anchors_are_uniform_within_a_document_and_leave_held_out_data_alone():
+    all_supervised = make_documents([41, 11], [[1] * 41, [1] * 11])
+    plans = planner(all_supervised, tokens=52, anchors=20, anchor_draw="even")
+    plan, counts = plans.plan(0), np.zeros(52)
+    for m in range(2000):
+        rows, used = plans._draw_anchors((2, m), 20, plan.document_ids, plan.loss_mask, True)
+        assert used == 20
+        counts[rows] += 1
+    assert (counts[41:51] == 2000).all() and counts[40] == counts[51] == 0  # 10 of 10
+    assert np.abs(counts[:40] / 2000 - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 2000)  # 10 of 40
+    flags = dict(tokens_per_micro_batch=52, anchors_per_micro_batch=20, block_size=4, eval_every=1, eval_data=["given"])
+    uniform, even = (
+        Planner(make_documents([30]), arguments(anchor_draw=draw, **flags), 1, all_supervised) for draw in ("uniform", "even")
+    )
+    numbers = even.evaluation_after(1)
+    assert len(numbers) and all((even.plan(m).anchor_rows == uniform.plan(m).anchor_rows).all() for m in numbers)

@@ -7,8 +7,9 @@
 Everything but the training code is the run's own: the documents of every micro-batch, the captured states, the initial
 weights, steps, blocks per micro-batch, learning rates, AdamW's settings and clipping. SpecForge's `OnlineDFlashModel`
 draws its anchors (per document, the micro-batch's blocks shared out evenly), builds its masks, computes its loss; its
-`BF16Optimizer` keeps the fp32 masters. All captured states stay in memory after the first pass. First the two implementations are compared on one micro-batch with the same
-anchors: the losses must agree within rounding. One process; the drafter is written as a folder in z-lab's format.
+`BF16Optimizer` keeps the fp32 masters. All captured states stay in memory after the first pass. First the two
+implementations are compared on one micro-batch with the same anchors: the losses must agree within rounding. One process;
+the drafter is written as a folder in z-lab's format.
 """
 
 import argparse
@@ -70,20 +71,22 @@ class Reference:
         self.optimizer.step()
 
 
+def plan_anchors(plan: pipeline.BatchPlan):
+    """A function that gives SpecForge's model the plan's own anchors, document by document, in place of its draw."""
+    rows = plan.anchor_rows[: plan.num_anchors]
+    parts = [torch.from_numpy(plan.position_ids[rows[plan.document_ids[rows] == i]]) for i in range(len(plan.lengths))]
+    kept = [torch.ones(len(part), dtype=torch.bool) for part in parts]
+    anchors, kept = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (parts, kept))
+    return lambda seq_len, loss_mask, device: (anchors.to(device), kept.to(device))
+
+
 def check_same_loss(reference: Reference, ours: nn.Module, ends, plan, features: Tensor) -> None:
     """Both losses on one micro-batch with the plan's anchors; raises UserError when they differ beyond rounding."""
     batch = pipeline.DrafterBatch.from_plan(plan, reference.config, reference.device)
     total, _ = pipeline.micro_batch_loss(ours, ends, features, batch, None)
     mine = total.item() / plan.weight_sum
 
-    def plan_anchors(seq_len, loss_mask, device):
-        anchors = [plan.anchor_rows[: plan.num_anchors][plan.document_ids[plan.anchor_rows[: plan.num_anchors]] == i]
-                   for i in range(len(plan.lengths))]  # fmt: skip
-        anchors = [torch.from_numpy(plan.position_ids[rows]) for rows in anchors]
-        kept = nn.utils.rnn.pad_sequence([torch.ones(len(rows), dtype=torch.bool) for rows in anchors], batch_first=True)
-        return nn.utils.rnn.pad_sequence(anchors, batch_first=True).to(device), kept.to(device)
-
-    draw, reference.model._sample_anchor_positions = reference.model._sample_anchor_positions, plan_anchors
+    draw, reference.model._sample_anchor_positions = reference.model._sample_anchor_positions, plan_anchors(plan)
     with torch.no_grad():
         theirs = reference.loss(plan, features).item()
     reference.model._sample_anchor_positions = draw
@@ -92,7 +95,7 @@ def check_same_loss(reference: Reference, ours: nn.Module, ends, plan, features:
         raise UserError("the two implementations disagree: they would not train the same thing")
 
 
-def train(args: pipeline.Arguments, steps: int, output_dir: Path) -> None:
+def train(args: pipeline.Arguments, steps: int, same_anchors: bool, output_dir: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target_config = pipeline.load_target_config(args.target)
@@ -127,6 +130,8 @@ def train(args: pipeline.Arguments, steps: int, output_dir: Path) -> None:
     for step in bar:
         plan = planner.plan(step)
         reference.model.num_anchors = max(1, round(plan.num_anchors / len(plan.lengths)))
+        if same_anchors:
+            reference.model._sample_anchor_positions = plan_anchors(plan)
         loss = reference.loss(plan, captured(plan))
         reference.step(loss, pipeline.learning_rate_at(step, planner.total_steps, args.optimization))
         if step % 20 == 0:
@@ -145,6 +150,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="output folder of the run to compare with (one drafter, no accumulation)")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the reference drafter goes")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps of the schedule (0: all)")
+    parser.add_argument(
+        "--same-anchors", action="store_true", help="train on the run's own anchors: what is left is the rest of the code"
+    )
     options = parser.parse_args()
     args = pipeline.parse_arguments(["--config", str(options.run / "config.yaml")])
     if args.optimization.gradient_accumulation_steps != 1 or args.data.loss != "ce" or args.data.loss_weights != "decay":
@@ -153,7 +161,7 @@ def main() -> None:
         import specforge  # noqa: F401
     except ImportError:
         raise UserError("SpecForge is missing: pip install --no-deps specforge") from None
-    train(args, options.steps, options.output_dir)
+    train(args, options.steps, options.same_anchors, options.output_dir)
 
 
 if __name__ == "__main__":
