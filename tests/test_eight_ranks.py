@@ -9,10 +9,13 @@ from check_pipeline_equiv import first_weight_difference, last_weights, write_sm
 TARGETS = (3, 4, 5)
 COMPARED = ("step", "loss", "grad_norm", "acceptance_length")
 KILL_TARGET = """
-import os, signal
+import os, signal, sys, time
+latest = os.path.join(sys.argv[sys.argv.index("--output-dir") + 1], "checkpoints", "latest")
 right_forward = pipeline.TargetRunner.forward
 def forward(self, plan):
-    if plan.m >= 9:  # after three steps
+    if plan.m >= 9:  # of step 4: three steps go without it
+        while not os.path.exists(latest):
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return right_forward(self, plan)
 if os.environ["RANK"] == "1":
