@@ -5344,8 +5344,7 @@ class DrafterTrainer:
 
     def own_weights(self) -> dict[str, Tensor]:
         """The drafter's weights as this rank holds them, on the host."""
-        named = self.engine.module.named_parameters()
-        return {name.replace("_orig_mod.", ""): p.detach().cpu().clone() for name, p in named}
+        return {name: p.detach().cpu().clone() for name, p in self.engine.module.named_parameters()}
 
     def micro_batch(self, plan: BatchPlan, spans: list[Span]) -> MicroBatch:
         """Receive a micro-batch and run the drafter on it. `spans` receives the time of the forward pass."""
@@ -5540,7 +5539,7 @@ class DrafterTrainer:
         for name, parameter in self.engine.module.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
                 if not math.isfinite(largest(parameter)):
-                    raise NonFiniteError(f"drafter weight {name.replace('_orig_mod.', '')} is not finite: not saved")
+                    raise NonFiniteError(f"drafter weight {name} is not finite: not saved")
 
     def train(self, first_step: int, identity: dict) -> None:
         """Steps up to the last, or up to where a signal ends the run; the step reached is always saved."""
