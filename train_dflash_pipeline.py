@@ -2397,57 +2397,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return found[0]
 
 
-def whole(weight: Tensor) -> Tensor:
-    """A weight of the target at full size; all ranks of a sharded target call it together."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-
-
-@torch.no_grad()
-def check_unproven_target(model: nn.Module, config) -> Optional[str]:
-    """Of a family that no test proves: see on a few tokens that layers and ends compute what is expected, and that no
-    token sees those after it, on which right padding rests. Returns a warning that says what was not verified.
-
-    None for a family in `PROVEN_FAMILIES`. Raises UserError naming what is not as expected.
-    """
-    if config.model_type in PROVEN_FAMILIES and not hasattr(config, "auto_map"):
-        return None
-    embedding, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
-    layers, text, known = decoder_layers(model), config.get_text_config(), 32
-    ids = torch.randint(text.vocab_size, (2, 1, known + 16), generator=torch.Generator().manual_seed(0))
-    ids[1, :, :known] = ids[0, :, :known]  # the same beginning, other tokens after it
-    first, second = ids.to(embedding.weight.device)
-    capture, entry = HookCapture(model, range(len(layers))), []
-    hook = layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: entry.append(args[0] if args else kwargs.get("hidden_states")), with_kwargs=True
-    )
-    final = decoder(input_ids=first, use_cache=False).last_hidden_state
-    states = capture.take().captured
-    decoder(input_ids=second, use_cache=False)
-    others = capture.take().captured
-    logits = model(input_ids=first, use_cache=False).logits
-    hook.remove()
-    capture.remove()
-    if any(state.shape != (1, known + 16, text.hidden_size) for state in states.values()):
-        raise UserError(f"--target: layers of a {config.model_type} give more than one hidden state a token")
-    rows = F.embedding(first, whole(embedding.weight)) * embed_scale(model, config.dtype)
-    own_logits = soft_cap((final @ whole(head.weight).T).float(), getattr(text, "final_logit_softcapping", None))
-    proofs = {
-        "its embedding computes more than scaled rows": (entry[0], rows),
-        "its last hidden state is not the final norm of the last layer": (decoder.norm(states[len(layers) - 1]), final),
-        "its logits are not the soft-capped product with its head": (logits, own_logits),
-        "its tokens see those after them": tuple(torch.cat([x[i][:, :known] for i in x]) for x in (states, others)),
-    }
-    for failure, (one, other) in proofs.items():
-        one, other = one.float(), other.float()
-        if not (one - other).norm() <= (1e-3 if config.dtype == torch.float32 else 5e-2) * other.norm():
-            raise UserError(f"--target: a {config.model_type} cannot be a target here: {failure}")
-    return (
-        f"no test proves targets of type {config.model_type}. Seen right on {known + 16} tokens: layers, embedding, "
-        "final norm, head, no look-ahead. Not verified: longer documents, bits that do not depend on the other "
-        "documents of a batch, and whether servers know the family"
-    )
-
-
 def packed_index(lengths, max_length: int) -> Tensor:
     """Rows of real tokens in a padded batch flattened to [batch * Lmax]: int64 [sum(lengths)], in batch order."""
     lengths = np.asarray(lengths, np.int64)
@@ -2539,6 +2488,57 @@ class HookCapture:
         return [layer[None] for layer in layers], None if last is None else last[None]
 
 
+def whole(weight: Tensor) -> Tensor:
+    """A weight of the target at full size; all ranks of a sharded target call it together."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+@torch.no_grad()
+def check_unproven_target(model: nn.Module, config) -> Optional[str]:
+    """Of a family that no test proves: see on a few tokens that layers and ends compute what is expected, and that no
+    token sees those after it, on which right padding rests. Returns a warning that says what was not verified.
+
+    None for a family in `PROVEN_FAMILIES`. Raises UserError naming what is not as expected.
+    """
+    if config.model_type in PROVEN_FAMILIES and not hasattr(config, "auto_map"):
+        return None
+    embedding, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+    layers, text, known = decoder_layers(model), config.get_text_config(), 32
+    ids = torch.randint(text.vocab_size, (2, 1, known + 16), generator=torch.Generator().manual_seed(0))
+    ids[1, :, :known] = ids[0, :, :known]  # the same beginning, other tokens after it
+    first, second = ids.to(embedding.weight.device)
+    capture, entry = HookCapture(model, range(len(layers))), []
+    hook = layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: entry.append(args[0] if args else kwargs.get("hidden_states")), with_kwargs=True
+    )
+    final = decoder(input_ids=first, use_cache=False).last_hidden_state
+    states = capture.take().captured
+    decoder(input_ids=second, use_cache=False)
+    others = capture.take().captured
+    logits = model(input_ids=first, use_cache=False).logits
+    hook.remove()
+    capture.remove()
+    if any(state.shape != (1, known + 16, text.hidden_size) for state in states.values()):
+        raise UserError(f"--target: layers of a {config.model_type} give more than one hidden state a token")
+    rows = F.embedding(first, whole(embedding.weight)) * embed_scale(model, config.dtype)
+    own_logits = soft_cap((final @ whole(head.weight).T).float(), getattr(text, "final_logit_softcapping", None))
+    proofs = {
+        "its embedding computes more than scaled rows": (entry[0], rows),
+        "its last hidden state is not the final norm of the last layer": (decoder.norm(states[len(layers) - 1]), final),
+        "its logits are not the soft-capped product with its head": (logits, own_logits),
+        "its tokens see those after them": tuple(torch.cat([x[i][:, :known] for i in x]) for x in (states, others)),
+    }
+    for failure, (one, other) in proofs.items():
+        one, other = one.float(), other.float()
+        if not (one - other).norm() <= (1e-3 if config.dtype == torch.float32 else 5e-2) * other.norm():
+            raise UserError(f"--target: a {config.model_type} cannot be a target here: {failure}")
+    return (
+        f"no test proves targets of type {config.model_type}. Seen right on {known + 16} tokens: layers, embedding, "
+        "final norm, head, no look-ahead. Not verified: longer documents, bits that do not depend on the other "
+        "documents of a batch, and whether servers know the family"
+    )
+
+
 def pack_shots(plan: BatchPlan, shots: list[tuple[HookCapture, slice]], layers: list[Tensor], last) -> None:
     """Pack all forward passes of a micro-batch, each with the documents it covered: see `HookCapture.pack_into`."""
     row = 0
@@ -2595,7 +2595,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def compiled(code, dynamic: bool = False, **options):
+def compile_repeatably(code, dynamic: bool = False, **options):
     """A compiled function, or a module compiled in place; its kernels round alike in every run and on every rank.
 
     Inductor else tunes reductions by timing: of five processes that computed one gradient on an H200 (torch 2.11), one
@@ -3526,13 +3526,11 @@ def has_state(layer: nn.Module) -> bool:
 
 def linear_attention_kernels() -> Optional[str]:
     """The version of flash-linear-attention that transformers uses, or None: its own PyTorch code."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
 
-        return version("flash-linear-attention")
-    except (ImportError, RuntimeError, PackageNotFoundError):
+        return importlib.metadata.version("flash-linear-attention")
+    except (ImportError, RuntimeError):  # PackageNotFoundError is an ImportError
         return None
 
 
@@ -3583,7 +3581,7 @@ class TargetRunner:
         fallback = linear_attention_kernels() is None  # its loops over chunks would be compiled for each length anew
         for layer in self.layers:
             if not (fallback and has_state(layer)):
-                layer.forward = compiled(layer.forward, dynamic=not self.packed, **options)
+                layer.forward = compile_repeatably(layer.forward, dynamic=not self.packed, **options)
 
     def _pack(self, required: bool) -> Optional[str]:
         """Switch the model to packed rows; returns why not, where it stays as it was. Raises UserError if required."""
@@ -3690,6 +3688,19 @@ class TargetRunner:
         padded[packed_index(lengths, longest)] = torch.from_numpy(token_ids)
         self.decoder(input_ids=to_device(padded.view(len(lengths), -1), self.device), use_cache=False)
         return self.capture.take()
+
+
+def check_targets_alike(fabric, runner: TargetRunner) -> None:
+    """Print how the first target computes. Raises UserError where this one does otherwise: the bits of a micro-batch would
+    depend on who computes it."""
+    topology, own = fabric.topology, runner.describe()
+    first = topology.of(topology.ranks_of["target"][0])
+    if topology.rank == first.rank:
+        print(f"target: {own}", flush=True)
+        fabric.store.set("target", own)
+    wait_for_key(fabric.store, "target", f"[{topology}] waiting for {first} to load the target")
+    if (reference := fabric.store.get("target").decode()) != own:
+        raise UserError(f"targets would compute differently: {own} here, {reference} on {first}")
 
 
 def go_on_together(fabric, m: int, go_on: bool = True) -> bool:
@@ -3998,7 +4009,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 @functools.cache
 def compiled_flex_attention():
-    return compiled(flex_attention)
+    return compile_repeatably(flex_attention)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -4297,7 +4308,7 @@ LOSS_CHUNK = 2048  # rows of logits alive at a time: 0.6 GB in bf16 at a vocabul
 
 @functools.cache
 def compiled_head_rows():
-    return compiled(head_rows)
+    return compile_repeatably(head_rows)
 
 
 class FrozenHeadLoss(torch.autograd.Function):
@@ -4508,7 +4519,7 @@ def load_plain(path: Path) -> dict:
 def compile_drafter(drafter: DFlashDrafter, ends: FrozenEnds) -> None:
     """Compile what a micro-batch runs: the drafter in its parts, and the loss over the head."""
     for module in (drafter.hidden_norm, *drafter.layers, drafter.norm):
-        compiled(module)
+        compile_repeatably(module)
     ends.compiled = True
 
 
@@ -5680,14 +5691,13 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     faults.check_end(planner.end_m)
     first_m = planner.first_m(first_step)
     if topology.role != "drafter":
-        model, speaks = load_target(args.target, target_config, device, topology.target_tp), topology.ranks_of["target"][0]
-        if (warning := check_unproven_target(model, target_config)) and topology.rank == speaks:
+        model = load_target(args.target, target_config, device, topology.target_tp)
+        if (warning := check_unproven_target(model, target_config)) and topology.rank == topology.ranks_of["target"][0]:
             print(f"warning: {warning}", flush=True)
         runner = TargetRunner(
             model, config.target_layer_ids, with_last, device, args.target.target_layout, args.pipeline.compile
         )
-        if topology.rank == speaks:
-            print(f"target: {runner.describe()}", flush=True)
+        check_targets_alike(fabric, runner)
         del model  # the LM head and unread layers go
         runner.warm_up(planner, first_m, topology)
         fabric.start()

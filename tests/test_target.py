@@ -3,10 +3,12 @@ which targets may do so; compiled layers; random targets."""
 
 import copy
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import train_dflash_pipeline as pipeline
@@ -281,3 +283,14 @@ def test_ends_of_a_random_hybrid_are_its_own(monkeypatch):
     ends = pipeline.load_frozen_ends(arguments(target="small-hybrid").target, config, CPU, torch.float32)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.lm_head(model.model.norm(hidden)), ends.logits(ends.norm(hidden)))
+
+
+def test_targets_that_compute_differently_are_refused(capsys):
+    store = dist.HashStore()
+    runners = [SimpleNamespace(describe=lambda text=text: text) for text in ("packed", "packed", "padded")]
+    fabrics = [SimpleNamespace(store=store, topology=pipeline.Topology(rank, 4, rank, 4, 3)) for rank in range(3)]
+    for rank in (0, 1):
+        pipeline.check_targets_alike(fabrics[rank], runners[rank])
+    with pytest.raises(UserError, match=r"differently: padded here, packed on target 0 \(rank 0\)"):
+        pipeline.check_targets_alike(fabrics[2], runners[2])
+    assert capsys.readouterr().out == "target: packed\n"

@@ -27,7 +27,6 @@ side's own device. No checkpoint is written. A failed measurement does not stop 
 import argparse
 import contextlib
 import json
-import math
 import os
 import queue
 import statistics
