@@ -2598,12 +2598,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def compile_repeatably(code, dynamic: bool = False, **options):
     """A compiled function, or a module compiled in place; its kernels round alike in every run and on every rank.
 
-    Inductor else tunes reductions by timing: of five processes that computed one gradient on an H200 (torch 2.11), one
-    rounded otherwise throughout and three in their first pass. With `deterministic` all were equal bit for bit.
+    Inductor else tunes kernels by timing, each process for itself, and products that are added contract differently then.
     """
     import torch._inductor.config
 
-    torch._inductor.config.deterministic = True
+    torch._inductor.config.deterministic = True  # reductions
+    torch._inductor.config.triton.autotune_pointwise = False  # all others
     if isinstance(code, nn.Module):
         code.compile(dynamic=dynamic, **options)
         return code
@@ -4535,6 +4535,8 @@ def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabr
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optim, device = args.optimization, fabric.device
     config = load_deepspeed_config(args, device)
+    if dist.get_world_size() == 1:  # nothing to overlap, and DeepSpeed would wait for the device after every backward pass
+        config["zero_optimization"] = config.get("zero_optimization", {}) | {"overlap_comm": False}
     drafter.to(device, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
     optimizer = torch.optim.AdamW(
         drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
@@ -5333,6 +5335,7 @@ class DrafterTrainer:
         self.args, self.fabric, self.planner = args, fabric, planner
         self.engine, self.ends, self.receiver, self.config = engine, ends, receiver, config
         self.stop_requested, self.guard, self.faults = stop_requested, guard, faults
+        self.ahead: dict[int, DrafterBatch] = {}  # by m: of the next micro-batch
         self.unsupervised = 0  # micro-batches without any trained slot, so far, on any rank
         self.skipped_micro_batches = 0  # so far, on any rank
         self.in_a_row = {"micro-batches": 0, "steps": 0}  # skipped, up to now
@@ -5361,7 +5364,7 @@ class DrafterTrainer:
         """Receive a micro-batch and run the drafter on it. `spans` receives the time of the forward pass."""
         device, data, flags = self.fabric.device, self.args.data, StageFlags()
         self.fabric.board.now(f"drafter forward pass of micro-batch {plan.m}")
-        batch = DrafterBatch.from_plan(plan, self.config, device)
+        batch = self.ahead.pop(plan.m, None) or DrafterBatch.from_plan(plan, self.config, device)
         self.faults.before_forward(plan.m, device)
         waiting = time.perf_counter()
         slot = self.receiver.get(plan.m)
@@ -5384,6 +5387,9 @@ class DrafterTrainer:
         flags.watch("loss", loss)
         flags.send()
         spans.append(span.end())
+        following = plan.m + self.fabric.topology.num_drafters  # made while the device is at work on this one
+        if following < self.planner.end_m:
+            self.ahead[following] = DrafterBatch.from_plan(self.planner.plan(following), self.config, device)
         return MicroBatch(plan, slot, loss, blocks, flags, waited_s)
 
     def settle(self, batch: MicroBatch) -> bool:

@@ -1,6 +1,6 @@
 """What only GPUs show: kernels that overlap copies, NCCL, compiled kernels. Needs two GPUs; elsewhere all of it is skipped.
 
-One start of two ranks (a target and a drafter on a GPU each) serves the runs. A toy target: its steps are short, so that
+Pairs of ranks (a target and a drafter on a GPU each) run side by side. A toy target: its steps are short, so that
 copies, sends and kernels of several micro-batches are under way at once.
 """
 
@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -88,12 +89,15 @@ def runs(tmp_path_factory):
         *[Case(f"flood{i}", [*flags, "--noise-std", "0", "--max-steps", "1000", "--log-every", "500"], FLOOD, environment)
           for i, environment in enumerate([{}, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}])],
     ]  # fmt: skip
+    groups = [cases[i::5] for i in range(5)]
     for stage in (2, 3):
         own = [*flags, *zero(stage), "--save-every", "6"]
         again = [*own, "--output-dir", str(folder / f"again-zero{stage}")]
-        cases += [Case(f"straight-zero{stage}", own), Case(f"killed-zero{stage}", again, DIE_ONCE)]
-        cases += [Case(f"resumed-zero{stage}", again)]
-    results = run_cases(2, cases, folder / "cases")
+        groups.append([Case(f"straight-zero{stage}", own), Case(f"killed-zero{stage}", again, DIE_ONCE),
+                       Case(f"resumed-zero{stage}", again)])  # fmt: skip
+    with ThreadPoolExecutor(len(groups)) as pool:  # side by side: half of a case is its start
+        started = [pool.submit(run_cases, 2, group, folder / f"cases{i}") for i, group in enumerate(groups)]
+        results = {name: result for job in started for name, result in job.result().items()}
     for stage in (2, 3):
         results[f"resumed-zero{stage}"].output_dir = folder / f"again-zero{stage}"
     return results

@@ -129,7 +129,7 @@ class Bench:
         self.features = torch.randn(shape, device=device, dtype=self.dtype)
         self.alpha = args.data.dpace_alpha if args.data.loss_weights == "dpace" else None
         self.spans: dict[str, list[pipeline.Span]] = defaultdict(list)
-        self.engine = None
+        self.engine = self.ahead = None
 
     def build_engine(self) -> None:
         fabric = SimpleNamespace(device=self.device, timeout=timedelta(minutes=30))
@@ -142,10 +142,12 @@ class Bench:
         self.spans[stage].append(span.end())
 
     def loss(self, model: nn.Module) -> Tensor:
-        with self.span("mask_and_copies"):
-            batch = pipeline.DrafterBatch.from_plan(self.plan, self.config, self.device)
+        """The forward pass, and behind it, as a drafter rank does, what the next one needs."""
+        batch = self.ahead or pipeline.DrafterBatch.from_plan(self.plan, self.config, self.device)
         with self.span("forward_and_loss"):
             loss, _ = pipeline.micro_batch_loss(model, self.ends, self.features, batch, None, self.alpha)
+        with self.span("next_mask_and_copies"):
+            self.ahead = pipeline.DrafterBatch.from_plan(self.plan, self.config, self.device)
         return loss / self.plan.weight_sum
 
     def forward_backward(self) -> None:
