@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +22,12 @@ from train_dflash_pipeline import (
     FrozenHeadLoss,
     HookCapture,
     Planner,
+    RMSNorm,
     UserError,
     block_mask,
     block_statistics,
     build_drafter,
+    compile_repeatably,
     dense_mask,
     dpace_weights,
     init_from_target_layer,
@@ -383,6 +386,23 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one(windo
 
 
 # What a plan becomes --------------------------------------------------------------------------------------------------
+
+
+def test_every_graph_is_compiled_without_timing_kernels(monkeypatch):
+    """Forward and backward, of a module and of a function after it: Dynamo sets the global switch back after each frame."""
+    torch._dynamo.reset()
+    seen = []
+
+    def compile_graph(graph, *_, is_backward=False, **__):
+        config = torch._inductor.config
+        seen.append((is_backward, config.deterministic, config.triton.autotune_pointwise))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", compile_graph)
+    rows = torch.randn(4, 32, requires_grad=True)
+    for code in (RMSNorm(32, 1e-6), lambda x: x.softmax(-1)):
+        compile_repeatably(code)(rows).sum().backward()
+    assert seen == [(False, True, False), (True, True, False)] * 2
 
 
 def test_batch_of_a_forced_anchor():
