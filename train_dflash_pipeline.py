@@ -50,6 +50,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -130,7 +131,9 @@ class TargetArguments:
 class DrafterArguments:
     block_size: int = setting(16, "Block size B: one real token and B-1 proposed ones.")
     num_draft_layers: int = setting(5, "Layers of the drafter.")
-    sliding_window: int = setting(2048, "Window W of sliding layers, in tokens.")
+    sliding_window: int = setting(
+        2048, "Window W of sliding layers, in tokens. There are some where --num-full-attention-layers is below the depth."
+    )
     num_full_attention_layers: Optional[int] = setting(
         None, "So many of the last draft layers attend to the whole context, the others slide. Default: all of them."
     )
@@ -428,8 +431,10 @@ def check_arguments(args: Arguments) -> None:
     full = drafter.num_full_attention_layers
     if full is not None and not 0 <= full <= drafter.num_draft_layers:
         raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
-    if pipe.num_target_ranks not in ("auto", "measure") and not pipe.num_target_ranks.isdigit():
+    if pipe.num_target_ranks not in ("auto", "measure") and not pipe.num_target_ranks.isdecimal():
         raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, auto or measure")
+    if data.max_document_tokens is not None and data.max_document_tokens < 2:
+        raise UserError(f"--max-document-tokens {data.max_document_tokens}: must be at least 2")
     if (data.max_document_tokens or 0) > data.tokens_per_micro_batch:
         raise UserError("--max-document-tokens must not exceed --tokens-per-micro-batch: a document is never cut")
     for flag, paths in (("--train-data", data.train_data), ("--eval-data", data.eval_data)):
@@ -619,11 +624,10 @@ class Topology:
 
 def read_topology(num_target_ranks: str, target_tp: int = 1) -> Topology:
     """Topology from torchrun's environment, as on one node. Raises UserError when the roles cannot be laid out."""
-    if "RANK" not in os.environ:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if any(name not in os.environ for name in names):
         raise UserError("start with torchrun, for example: torchrun --nproc_per_node 2 train_dflash_pipeline.py")
-    rank, world, local_rank, local_world = (
-        int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
     if world < 2:
         raise UserError("one rank cannot hold both roles: start at least 2 (torchrun --nproc_per_node 2)")
     most = max(1, world * 5 // 8 // target_tp) * target_tp
@@ -1241,17 +1245,20 @@ def shared_folder(folder: Path, topology: Topology, store) -> list[int]:
     Called by every rank. Raises UserError where the folder cannot be written.
     """
     nodes = sorted(set(topology.nodes)) or [0]
+    if topology.local_rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise UserError(f"--output-dir {folder}: {first_line(error)}") from None
     if len(nodes) == 1:
         return nodes
     node = topology.nodes[topology.rank]
     nonce = store.compare_set("folder/nonce", "", secrets.token_hex(8)).decode()  # a name that no cache knows
     if topology.local_rank == 0:
         mark = folder / f".{nonce}-{node}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        except OSError as error:
-            raise UserError(f"--output-dir {folder}: {first_line(error)}") from None
+        mark.touch()
         store.set(f"folder/marked/{node}", "")
         for other in nodes:
             wait_for_key(store, f"folder/marked/{other}", f"[{topology}] waiting for node {other} to write to {folder}")
@@ -1526,7 +1533,7 @@ class ChatTokenizer:
             "--chat-template-kwargs": self.template_kwargs,
             "--max-document-tokens": self.max_tokens,
             "--cut-off-answers": self.cut_off_answers,
-            "layout": 3,
+            "layout": 4,
         }
 
     def documents(self, row: dict) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
@@ -1593,8 +1600,9 @@ class ChatTokenizer:
         content = messages[j].get("content", "")
         answer = content if text.find(content, len(prompt)) >= 0 else content.strip()
         start = self._find_answer(messages, j, tools, len(prompt), text, answer)
-        if start >= 0:
-            return text, [(start, start + len(answer), len(text))]
+        if start >= 0:  # a space that the template writes before the answer is of its first token, which the model chooses
+            begin = len(prompt) + len(text[len(prompt) : start].rstrip(" "))
+            return text, [(begin, start + len(answer), len(text))]
         # The template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's.
         start = len(prompt) + len(re.match(EMPTY_THINK, text[len(prompt) :]).group())
         body = text.rstrip()
@@ -1688,32 +1696,38 @@ def tokenise_rows(paths: list[str], chat: ChatTokenizer, show_progress: bool,
     """
     from tqdm import tqdm
 
-    kept, dropped, num_rows = [], Counter(), 0
+    kept, dropped, num_rows = ([], [], [], []), Counter(), 0
     total = sum(1 for _ in read_lines(paths)) if show_progress else None
     with tqdm(total=total, desc="tokenising", unit=" rows", disable=not show_progress, leave=False) as bar:
         for part in parts or map(chat.tokenise_lines, line_chunks(paths)):
-            kept.append((part.token_ids, part.loss_mask, part.lengths, part.rows + num_rows))
+            for column, array in zip(kept, (part.token_ids, part.loss_mask, part.lengths, part.rows + num_rows)):
+                column.append(array)
             dropped.update(part.dropped)
             num_rows += part.num_rows
             bar.update(part.num_rows)
-    if not any(len(rows) for *_, rows in kept):
+    if not any(map(len, kept[3])):
         name = chat.tokenizer.name_or_path
         template = f" with the chat template of {name}" if name else ""
         raise UserError(f"no usable row in {', '.join(paths)}{template}: {by_reason(dropped) or 'the files are empty'}")
-    ids, mask, lengths, rows = (np.concatenate(arrays) for arrays in zip(*kept))
+    ids, mask, lengths, rows = map(concatenate, kept)
     return Documents(ids, mask, np.append(0, np.cumsum(lengths)), rows, dict(sorted(dropped.items())), num_rows)
+
+
+def concatenate(arrays: list[np.ndarray]) -> np.ndarray:
+    """Joined into one; the list is empty afterwards, so that not all of a large data set is held twice."""
+    whole = np.concatenate(arrays)
+    arrays.clear()
+    return whole
 
 
 def write_documents(documents: Documents, path: Path, text: dict) -> None:
     """One safetensors file, whole or not there at all, the same bytes each time. text: of `ChatTokenizer.describe`."""
-    from safetensors.torch import save_file
-
     about = {"text": text, "fingerprint": documents.fingerprint, "dropped": documents.dropped,
              "num_rows": documents.num_rows}  # fmt: skip
     arrays = {name: torch.from_numpy(getattr(documents, name)) for name in DOCUMENT_ARRAYS}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.environ.get('GROUP_RANK', '0')}.partial")  # hosts may share the folder
-    save_file(arrays, partial, {"documents": json.dumps(about)})
+    write_tensors(partial, arrays, {"documents": json.dumps(about)})
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
@@ -2789,8 +2803,6 @@ class Guard:
 
     def _dump(self, finding: Finding, plan: BatchPlan, states, features: Optional[Tensor]) -> Optional[Path]:
         """Write nonfinite/m-NNNNNNNN/: dump.json, tensors.safetensors and, where whole, drafter.safetensors."""
-        from safetensors.torch import save_file
-
         if self.dumps == self.MAX_DUMPS:
             return None
         self.dumps += 1
@@ -2806,11 +2818,11 @@ class Guard:
         tensors |= {"verifier_last": rows for _, rows in states[count:]}
         tensors |= {} if features is None else {"features": features}
         tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        save_file(tensors, partial / "tensors.safetensors")
+        write_tensors(partial / "tensors.safetensors", tensors)
         of_drafter = ("drafter input", "drafter output", "loss", "gradient")
         weights = self.drafter_weights() if finding.stage in of_drafter else None
         if weights is not None:
-            save_file(weights, partial / "drafter.safetensors")
+            write_tensors(partial / "drafter.safetensors", weights)
         checkpoint = None if weights is not None else read_pointer(Path(self.args.run.output_dir) / "checkpoints")
         about = {
             "finding": dataclasses.asdict(finding), "plan": numbers, "settings": self.args.flat(),
@@ -3807,6 +3819,12 @@ class DrafterConfig:
             sliding_window=args.sliding_window,
         )
 
+    def describe_layers(self) -> str:
+        """'5 layers', or '5 layers, 4 of them sliding (window 2048)'."""
+        sliding = self.layer_types.count("sliding_attention")
+        window = f", {sliding} of them sliding (window {self.sliding_window})" if sliding else ""
+        return f"{self.num_hidden_layers} layers{window}"
+
     def to_json(self) -> dict:
         values = dataclasses.asdict(self)
         mask, ids = values.pop("mask_token_id"), list(values.pop("target_layer_ids"))
@@ -4438,6 +4456,16 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Optional[dict[str, str]] = None) -> None:
+    """A safetensors file with the rights of any new file: `save_file` alone hides it from other users."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
 def read_json_object(path: Path) -> dict:
     """The object in a JSON file. Raises DamagedFile."""
     try:
@@ -4472,16 +4500,25 @@ def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
         config[key] = value
     if "optimizer" in config or "scheduler" in config:
         raise UserError(f"--deepspeed {path}: optimizer and scheduler come from the flags; remove them there")
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    config = without_auto(config)  # what else is "auto" keeps DeepSpeed's default
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"--deepspeed {path}: zero_optimization needs a stage of 0, 1, 2 or 3")
     if bf16 and stage == 0:
         raise UserError("ZeRO 0 in bf16 keeps no exact fp32 masters in DeepSpeed: use stage 1, 2 or 3 on a GPU")
-    if bf16 and stage == 1:
-        print("note: zero_to_fp32.py cannot read ZeRO-1 checkpoints with fp32 accumulation; resuming works", flush=True)
     if bf16:
         config["bf16"]["check_grad_overflow"] = True  # a step whose gradient is not finite is left out, by all drafters
     else:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
         config = {key: value for key, value in config.items() if key not in ("data_types", "communication_data_type")}
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | config
+
+
+def without_auto(config: dict) -> dict:
+    """The same without the keys, at any depth, whose value is "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else value for key, value in config.items() if value != "auto"
+    }
 
 
 def drafter_group(timeout: timedelta) -> SimpleNamespace:
@@ -4528,6 +4565,8 @@ def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabr
     # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
         os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d)[a-z]", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
+    if fabric.device.type == "cpu":  # else DeepSpeed takes a GPU wherever there is one
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
@@ -4544,9 +4583,12 @@ def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabr
     )  # fmt: skip
     if args.pipeline.compile and device.type == "cuda" and config["zero_optimization"]["stage"] < 3:
         compile_drafter(drafter, ends)  # under ZeRO 3 the gather hooks would break every graph
-    engine, *_ = deepspeed.initialize(
-        model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=drafter_group(fabric.timeout)
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=drafter_group(fabric.timeout)
+        )
+    except (AssertionError, ValueError, TypeError) as error:  # pydantic's is a ValueError
+        raise UserError(f"--deepspeed {optim.deepspeed}: {' '.join(str(error).split())[:300]}") from None
     # DeepSpeed ends a save with a barrier. `write_files` writes the files after it, so that a rank whose disk is full
     # reaches it, too. The tensors in `pending` are the live ones.
     files = engine.checkpoint_engine
@@ -4643,7 +4685,6 @@ def write_files(engine, partial: Path, state: dict, config: DrafterConfig, fabri
     Raises OSError on every drafter where one failed, with its reason.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     pending, weights = engine.checkpoint_engine.pending, drafter_weights(engine)
     mine, records, fault = [path.relative_to(partial).as_posix() for path, _ in pending], {}, ""
@@ -4652,7 +4693,7 @@ def write_files(engine, partial: Path, state: dict, config: DrafterConfig, fabri
             with open(path, "wb") as file:
                 torch.save(contents, file)
         if weights is not None:
-            save_file(weights, partial / "drafter" / "model.safetensors", metadata={"format": "pt"})
+            write_tensors(partial / "drafter" / "model.safetensors", weights, {"format": "pt"})
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
             write_json(partial / "drafter" / "config.json", config.to_json() | {"dtype": dtype})
             write_json(partial / STATE, state)
@@ -4719,7 +4760,7 @@ def remove_leftovers(root: Path) -> list[str]:
     """Remove what a killed save or removal left behind; returns its names."""
     left = sorted(root.glob("*.partial"))
     for path in left:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()  # the next save tries again
     return [path.name for path in left]
 
 
@@ -5310,8 +5351,9 @@ class MicroBatch:
 
 
 def warm_up_drafter(engine, ends, plan: BatchPlan, slot: Slot, config: DrafterConfig, args: Arguments) -> None:
-    """Train on one micro-batch of zeros and forget it: what compiles then does so at start, where the others wait for
-    this rank without limit. No gradient reaches DeepSpeed. Not under ZeRO 3, where nothing is compiled."""
+    """Train on one micro-batch of zeros and forget it, and evaluate it where the run will: what compiles then does so at
+    start, where the others wait for this rank without limit. No gradient reaches DeepSpeed. Not under ZeRO 3, whose
+    gathered weights only a real step has: attention alone is compiled there, in the first step."""
     if engine.zero_optimization_stage() == 3:
         return
     batch = DrafterBatch.from_plan(plan, config, slot.hidden.device)
@@ -5320,6 +5362,9 @@ def warm_up_drafter(engine, ends, plan: BatchPlan, slot: Slot, config: DrafterCo
     last = slot.verifier_last(plan.num_tokens)
     loss, _ = micro_batch_loss(engine.module, ends, features, batch, last, dpace_alpha)
     torch.autograd.grad(loss, list(engine.module.parameters()), allow_unused=True)
+    if args.data.eval_data:
+        with torch.no_grad():
+            micro_batch_loss(engine.module, ends, features, batch, last, dpace_alpha)
 
 
 class DrafterTrainer:
@@ -5632,7 +5677,7 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
     if planner.held_out is not None:
         print(f"held out: {planner.held_out.summary()}")
     print(
-        f"drafter: {config.num_hidden_layers} layers, block {config.block_size}, reads target layers "
+        f"drafter: {config.describe_layers()}, block {config.block_size}, reads target layers "
         f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
     )
     start = f" from step {first_step}" if first_step else ""

@@ -147,6 +147,9 @@ def read_cases(ranks: int, cases: list[Case], folder: Path) -> dict[str, CaseRes
 def serve_cases(listing: Path) -> None:
     """A worker of `run_cases`: import once, then fork a child per case."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for GPUs must not start CUDA before the fork
+    cases = json.loads(listing.read_text())
+    if not any("cuda" in case["flags"] for case in cases):
+        os.environ["DS_ACCELERATOR"] = "cpu"  # as the pipeline itself sets it, before the import
     import deepspeed  # noqa: F401  (0.19 reads RANK and WORLD_SIZE when it is initialised, not here)
     import torch._dynamo  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
@@ -157,7 +160,7 @@ def serve_cases(listing: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pipeline.ROUND_S = 0.5  # failures are noticed sooner
     rank = os.environ["RANK"]
-    for number, case in enumerate(json.loads(listing.read_text())):
+    for number, case in enumerate(cases):
         place = listing.parent / case["name"]
         child = os.fork()
         if child == 0:

@@ -193,6 +193,8 @@ def test_short_answers_are_kept_and_their_blocks_end_with_them(length, tmp_path)
     (["--max-document-tokens", "1"], "--max-document-tokens 1: must be at least 2"),
     (["--chat-template-kwargs", "[]"], "expected a JSON object"),
     (["--train-data", "none.jsonl"], "none.jsonl: no such file"),
+    (["--json", "nowhere/x.json"], "--json nowhere/x.json: no such folder"),
+    (["--output", "nowhere/x.safetensors"], "--output nowhere/x.safetensors: no such folder"),
 ])  # fmt: skip
 def test_mistakes_are_named_before_anything_is_read(chats, tmp_path, flags, complaint):
     with pytest.raises(UserError, match=complaint):

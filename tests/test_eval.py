@@ -501,6 +501,21 @@ def test_template_variables_reach_the_prompts(subject, runs, monkeypatch, capsys
         assert err.count("the chat template does not read thnking\n") == 1
 
 
+def test_template_variables_are_those_of_the_runs(capsys):
+    off, on = '{"enable_thinking": false}', '{"enable_thinking": true}'
+    trained = {"a": {"chat_template_kwargs": off}, "b": {"chat_template_kwargs": off}, "bare": {}}
+    choose = evaluation.choose_template_kwargs
+    assert choose(None, trained) == {"enable_thinking": False} and choose(None, {"bare": {}}) == {}
+    assert choose("{}", {"bare": {}}) == {} and choose(off, trained) == {"enable_thinking": False}
+    assert capsys.readouterr().err == ""
+    assert choose(on, trained | {"c": {"chat_template_kwargs": on}}) == {"enable_thinking": True}
+    warned = capsys.readouterr().err.splitlines()
+    assert [line.split(" was trained")[0] for line in warned] == ["warning: a", "warning: b"]
+    for other in (on, None):
+        with pytest.raises(UserError, match="different --chat-template-kwargs"):
+            choose(None, trained | {"c": {"chat_template_kwargs": other}})
+
+
 def test_targets_whose_cache_cannot_take_tokens_back_are_refused(runs, monkeypatch, capsys):
     monkeypatch.setattr(pipeline, "load_target", lambda *_: pytest.fail("loaded"))
     right = pipeline.load_target_config

@@ -484,6 +484,11 @@ def test_the_check_fails_on_a_wrong_export(export, monkeypatch, tmp_path, what):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+def test_a_window_within_the_block_passes_the_check(export):
+    config = read_config(export(random_drafter(drafter_config(block_size=8, sliding_window=4)), "zlab")[0])
+    assert config["sliding_window"] == 4 and config["block_size"] == 8
+
+
 def test_weights_that_are_not_finite_are_not_exported(export):
     drafter = random_drafter(drafter_config())
     with torch.no_grad():

@@ -554,6 +554,13 @@ def mistakes(work, data):
     tokenizer = pipeline.byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(work / "no_template")
+
+
+    def deepspeed(name: str, changes: dict) -> str:
+        config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
+        (work / f"{name}.json").write_text(json.dumps(config | changes))
+        return str(work / f"{name}.json")
+
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     few = [*SMALL, *data]
     cases = [
@@ -567,6 +574,10 @@ def mistakes(work, data):
         Case("broken line", [*SMALL, "--train-data", str(broken)]),
         Case("no template", [*few, "--tokenizer", str(work / "no_template")]),
         Case("no checkpoint", [*few, "--resume", str(work / "nowhere")]),
+        Case("output folder", [*few, "--output-dir", str(broken / "run")]),
+        Case("batch size", [*few, "--deepspeed", deepspeed("batch", {"train_batch_size": 64})]),
+        Case("unknown key", [*few, "--deepspeed", deepspeed("key", {"zero_optimization": {"stage": 2, "overlap": 1}})]),
+        Case("no torchrun", few, environment={"LOCAL_WORLD_SIZE": ""}, patch="import os; del os.environ['LOCAL_WORLD_SIZE']"),
     ]
     return run_cases(2, cases, work / "mistakes")
 
@@ -582,6 +593,10 @@ def mistakes(work, data):
     ("broken line", "broken.jsonl, line 2: not valid JSON"),
     ("no template", "has no chat template"),
     ("no checkpoint", "no checkpoint there"),
+    ("output folder", "broken.jsonl/run: NotADirectoryError"),
+    ("batch size", "batch.json: Check batch related parameters"),
+    ("unknown key", "key.json: 1 validation error for DeepSpeedZeroConfig overlap"),
+    ("no torchrun", "start with torchrun"),
 ])  # fmt: skip
 def test_a_mistake_is_one_clear_line_on_every_rank(mistakes, name, phrase):
     check_refused(mistakes[name], phrase)

@@ -93,6 +93,7 @@ def slow_greedy(folder: str, messages: list[dict], limit: int) -> tuple[str, str
         ({"prompt": "q", "response": "r", "messages": [{"role": "user", "content": "m"}]}, [("user", "q")], []),
         ({"prompt": "q", "response": ""}, [("user", "q")], []),
         ({"messages": [{"role": "user", "content": "q"}]}, [("user", "q")], []),
+        ({"messages": [{"role": "user", "content": "q"}], "response": "r"}, [("user", "q")], []),
         ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
                        {"role": "assistant", "content": "r"}, {"role": "user", "content": "x"}]},
          [("system", "s"), ("user", "q")], []),
@@ -379,8 +380,8 @@ def test_the_real_script_killed_and_started_again_with_more_processes(target, tm
     output, parts = tmp_path / "o.jsonl", tmp_path / "o.jsonl.parts"
     command = [str(prompts), str(output), *flags]
     with started([sys.executable, str(SCRIPT), *command], tmp_path / "first.log") as process:  # killed on leaving
-        wait_until(lambda: parts.is_dir() and len(list(parts.glob("[0-9]*.json"))) >= 3, process, 120)
-    assert not output.exists() and 3 <= len(list(parts.glob("[0-9]*.json"))) < 12
+        wait_until(lambda: parts.is_dir() and len(list(parts.glob("[0-9]*.jsonl"))) >= 3, process, 120)
+    assert not output.exists() and 3 <= len(list(parts.glob("[0-9]*.jsonl"))) < 12
     log = tmp_path / "last.log"
     with started(torchrun_command(2, SCRIPT, command), log) as process:
         assert process.wait(120) == 0, log.read_text()
@@ -612,11 +613,11 @@ def test_refusals_odd_ends_and_reasoning(server, tmp_path, capsys):
     server.faults = {
         "q0": [(400, {"message": "too long"})], "q1": [reply("stop", content=None)],
         "q2": [reply("tool_calls", content="c")], "q3": [reply("length", content=None, reasoning_content="hm")],
-        "q4": [reply("stop", content="a", reasoning="hm")],
+        "q4": [reply("stop", content="a", reasoning="hm")], "q5": [reply("stop", content=["a", "b"])],
     }  # fmt: skip
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": f"q{i}"} for i in range(6)])
     found = answer(prompts, tmp_path / "o.jsonl", *server.flags)
-    assert [row["messages"][0]["content"] for row in found] == ["q4", "q5"]
+    assert [row["messages"][0]["content"] for row in found] == ["q4", "q5"]  # q5 is asked again
     assert found[0]["messages"][1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     shown = capsys.readouterr().out
     assert "refused by the server, the last with HTTP 400: too long\nanswered 2 of 6 rows, 0 cut off" in shown
@@ -624,6 +625,14 @@ def test_refusals_odd_ends_and_reasoning(server, tmp_path, capsys):
     server.faults = {f"q{i}": [(400, {"message": "bad"})] for i in range(6)}
     with pytest.raises(UserError, match=r"no row was answered: 6 refused by the server \(HTTP 400: bad\)"):
         answer(prompts, tmp_path / "n.jsonl", *server.flags)
+
+
+def test_a_refused_later_turn_keeps_the_answers_before_it(server, tmp_path, capsys):
+    server.faults = {"c": [(400, {"message": "too long"})]}
+    prompts = write_rows(tmp_path / "p.jsonl", [{"turns": ["a", "b", "c", "d"]}])
+    found = answer(prompts, tmp_path / "o.jsonl", *server.flags)
+    assert found == [{"messages": spoken(["a", "b"]), "finish_reason": "stop"}]
+    assert "could not go on after the answer before: 2\n10 tokens" in capsys.readouterr().out
 
 
 def test_sampling_settings_reach_the_server_with_a_seed_per_row_and_turn(server, tmp_path):

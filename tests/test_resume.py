@@ -3,6 +3,7 @@
 Checkpoints that only need to be read are made here by hand, with hashes computed here.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -210,6 +211,29 @@ def test_older_ones_go_only_after_the_new_one_is_in_place(run, monkeypatch):
     pipeline.publish(root / "step-000008.partial", root / "step-000008", keep=2)
     assert seen == ["step-000008"]
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-000006", "step-000008"]
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_end_the_run(run, monkeypatch):
+    """As on NFS, where a file that is still mapped leaves another name behind."""
+    root = run / "checkpoints"
+    (root / "step-000008.partial" / "drafter").mkdir(parents=True)
+    (root / "step-000008.partial" / "manifest.json").write_text("{}")
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        pipeline.publish(root / "step-000008.partial", root / "step-000008", keep=1)
+    assert (root / "latest").read_text() == "step-000008" and list(root.glob("*.partial"))
+    pipeline.remove_leftovers(root)
+    assert not list(root.glob("*.partial"))
+
+
+def test_tensors_are_written_with_the_rights_of_any_new_file(tmp_path):
+    (tmp_path / "plain").touch()
+    pipeline.write_tensors(tmp_path / "x.safetensors", {"x": torch.ones(2)})
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_what_was_just_saved_is_never_pruned(run):

@@ -1,5 +1,6 @@
 """Flags, YAML defaults, refusals, schedules, and what importing the pipeline must not do."""
 
+import json
 import math
 import re
 import subprocess
@@ -77,6 +78,7 @@ def test_switches_have_a_no_twin(name):
         ("--num-draft-layers 2 --num-full-attention-layers 3", "the drafter has 2 layers"),
         ("--num-target-ranks many", "--num-target-ranks many: a number, auto or measure"),
         ("--max-document-tokens 2000", "a document is never cut"),
+        ("--max-document-tokens 0", "--max-document-tokens 0: must be at least 2"),
         ("--train-data nowhere.jsonl", "--train-data nowhere.jsonl: no such file"),
         ("--deepspeed nowhere.json", "--deepspeed nowhere.json: no such file"),
         ("--config nowhere.yaml", "--config nowhere.yaml: .*No such file"),
@@ -264,9 +266,22 @@ assert os.listdir(".") == []
     ("[]", "own.json holds no JSON object"), ("{", "own.json cannot be read"),
     ('{"gradient_clipping": 5}', 'gradient_clipping is 5, the flags say 1.0; write "auto" there'),
     ('{"optimizer": {}}', "optimizer and scheduler come from the flags"),
+    ('{"zero_optimization": {"stage": 7}}', "zero_optimization needs a stage of 0, 1, 2 or 3"),
+    ('{"zero_optimization": [2]}', "zero_optimization needs a stage of 0, 1, 2 or 3"),
 ])  # fmt: skip
 def test_a_deepspeed_file_that_cannot_be_followed_is_one_line(tmp_path, text, complaint):
     (tmp_path / "own.json").write_text(text)
     args = parse_arguments(["--deepspeed", str(tmp_path / "own.json")])
     with pytest.raises(UserError, match=f"--deepspeed .*{re.escape(complaint)}"):
         load_deepspeed_config(args, torch.device("cpu"))
+
+
+def test_what_else_is_auto_in_a_deepspeed_file_keeps_its_default(tmp_path):
+    """As in the files that transformers' Trainer takes."""
+    zero = {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True}
+    own = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": zero}
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    args = parse_arguments(["--deepspeed", str(tmp_path / "own.json"), "--max-grad-norm", "3"])
+    config = load_deepspeed_config(args, torch.device("cpu"))
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert "train_batch_size" not in config and config["gradient_clipping"] == 3

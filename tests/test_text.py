@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 import train_dflash_pipeline as pipeline
 from helpers import arguments
@@ -325,6 +326,28 @@ def test_mask_of_nothing_or_of_everything_is_an_error_that_names_the_tokenizer(t
     path = write_rows(tmp_path / "x.jsonl", [valid_row()])
     with pytest.raises(UserError, match=f"chat template of some/tokenizer: 1 {reason}"):
         tokenise_rows([path], ChatTokenizer(tokenizer, 100), show_progress=False)
+
+
+@pytest.mark.parametrize("template, text", [
+    ("[INST] {question} [/INST] {answer}</s>", "▁deep space</s>"),  # Llama 2, Mistral: the first token holds the space
+    ("[INST] {question} [/INST]{answer}</s>", "deep space</s>"),
+    ("[INST] {question} [/INST]\n{answer}</s>", "deep space</s>"),
+])  # fmt: skip
+def test_a_space_before_the_answer_is_of_its_first_token(template, text):
+    """With a tokenizer whose tokens begin with the space before them: ▁space is one token, ▁deep another than deep."""
+    words = ["[INST]", "[/INST]", "</s>", "<unk>", "▁deep", "deep", "▁space", "▁how", "▁", "\n", "▁[INST]"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
+    head, tail = template.replace("{question}", "{{ m.content }}").split("{answer}")
+    user, before_answer = head.split("[/INST]")
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{user}[/INST]{{% else %}}{before_answer}{{{{ m.content }}}}{tail}"
+        "{% endif %}{% endfor %}"
+    )
+    [(ids, mask)], reasons = ChatTokenizer(tokenizer).documents({"prompt": "how", "response": "deep space"})
+    assert not reasons and "".join(tokenizer.convert_ids_to_tokens(ids[mask])).replace("▁space", " space") == text
 
 
 # Formats and files ----------------------------------------------------------------------------------------------------

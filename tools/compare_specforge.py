@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -140,7 +139,7 @@ def train(args: pipeline.Arguments, steps: int, same_anchors: bool, output_dir: 
         raise UserError(f"SpecForge's loss is {loss.item()} after {steps} steps: nothing written")
     output_dir.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().cpu().contiguous() for name, p in reference.drafter.named_parameters()}
-    save_file(weights, output_dir / "model.safetensors", metadata={"format": "pt"})
+    pipeline.write_tensors(output_dir / "model.safetensors", weights, {"format": "pt"})
     pipeline.write_json(output_dir / "config.json", config.to_json() | {"dtype": str(dtype).removeprefix("torch.")})
     print(f"wrote {output_dir}: {steps} steps, last loss {loss.item():.4f}", flush=True)
 
@@ -157,6 +156,10 @@ def main() -> None:
     args = pipeline.parse_arguments(["--config", str(options.run / "config.yaml")])
     if args.optimization.gradient_accumulation_steps != 1 or args.data.loss != "ce" or args.data.loss_weights != "decay":
         raise UserError(f"{options.run}: only runs with --loss ce, decaying weights and no accumulation can be compared")
+    for folder in pipeline.step_folders(options.run / "checkpoints")[:1]:  # none yet where the run is still young
+        _, identity = pipeline.read_state(folder)
+        if (count := identity["micro_batches_per_step"]) != 1:
+            raise UserError(f"{options.run}: it has {count} drafters, and only runs with one can be compared")
     try:
         import specforge  # noqa: F401
     except ImportError:

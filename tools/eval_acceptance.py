@@ -414,6 +414,24 @@ def choose_target(args: argparse.Namespace, runs: dict[str, dict]) -> pipeline.T
     return pipeline.TargetArguments(**chosen, trust_remote_code=args.trust_remote_code)
 
 
+def choose_template_kwargs(given: Optional[str], saved: dict[str, dict]) -> dict:
+    """The chat template's variables: those given, else those that the runs trained with. saved: run -> its settings.
+
+    Raises UserError where runs differ and none are given.
+    """
+    trained = {run: pipeline.parse_template_kwargs(flags.get("chat_template_kwargs")) for run, flags in saved.items() if flags}
+    if given is None:
+        values = list(trained.values()) or [{}]
+        if any(value != values[0] for value in values):
+            raise UserError("the runs trained with different --chat-template-kwargs: say which to use")
+        return values[0]
+    chosen = pipeline.parse_template_kwargs(given)
+    for run, value in trained.items():
+        if value != chosen:
+            warn(f"{run} was trained with --chat-template-kwargs {json.dumps(value)}, not {json.dumps(chosen)}")
+    return chosen
+
+
 def load_drafters(args, runs: dict[str, tuple[Path, dict]], config, target_dtype: str) -> dict:
     """{name: drafter in fp32 on the CPU}, each before training too if wanted; UserError where one does not fit."""
     text, drafters = config.get_text_config(), {}
@@ -675,8 +693,8 @@ def parse_arguments(argv: Optional[list[str]] = None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=128, help="length limit of an answer")
     add("--temperature", type=float, default=0.0, help="0: greedy; above: speculative sampling at this temperature")
     add("--seed", type=int, default=0, help="of the sampling")
-    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
-        help="variables for the chat template, as '{\"enable_thinking\": false}'")
+    add("--chat-template-kwargs", metavar="JSON",
+        help="variables for the chat template, as '{\"enable_thinking\": false}'; default: those of the runs")
     add("--target", help="folder or hub id; default: the target of the run that made the drafter")
     add("--tokenizer", help="folder or hub id; default: the run's, else the target's own")
     add("--target-dtype", choices=["auto", "bfloat16", "float16", "float32"], help="default: the run's")
@@ -707,8 +725,6 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value}: must be at least {minimum}")
     if args.estimate and args.temperature:
         raise UserError("--estimate is for greedy decoding: training counts the drafter's likeliest tokens")
-    if not isinstance(args.chat_template_kwargs, dict):
-        raise UserError("--chat-template-kwargs: expected a JSON object")
     if len(set(args.drafters)) < len(args.drafters):
         raise UserError("a drafter is named twice")
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
@@ -830,6 +846,7 @@ def main() -> None:
     check_arguments(args)
     runs = {name: find_drafter(name) for name in args.drafters}
     saved = {name: arguments for name, (_, arguments) in runs.items()}
+    args.chat_template_kwargs = choose_template_kwargs(args.chat_template_kwargs, saved)
     if args.untrained and not all(saved.values()):
         raise UserError("--untrained needs runs or their checkpoints: only those say how the drafter began")
     target = choose_target(args, saved)
@@ -837,6 +854,8 @@ def main() -> None:
     device = choose_device(args)
     config, tokenizer = pipeline.load_target_config(target), pipeline.load_tokenizer(target)
     check_target(config)
+    if config.get_text_config().model_type == "gpt_oss" and any(conversation.later for conversation in conversations):
+        raise UserError("a gpt_oss answers in channels, which no later turn can be built from: give prompts of one turn")
     pipeline.settle_target_dtype(target, config, device)
     drafters = load_drafters(args, runs, config, target.target_dtype)
     # the drafter computes in the target's dtype on a GPU, in fp32 on the CPU, as in training

@@ -105,13 +105,10 @@ def target_record(target: pipeline.TargetArguments, origin: dict, target_config)
 
 
 def write_folder(folder: Path, values: dict, weights: dict[str, Tensor], record: dict) -> None:
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True)
-    save_file({k: w.contiguous() for k, w in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    pipeline.write_tensors(folder / "model.safetensors", {k: w.contiguous() for k, w in weights.items()}, {"format": "pt"})
     pipeline.write_json(folder / "config.json", values)
     pipeline.write_json(folder / "export.json", record)
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # save_file hides it from other users
 
 
 def free_for(output_dir: Path, overwrite: bool) -> None:
@@ -246,8 +243,7 @@ class PlainReader:
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
         if kind == "sliding_attention":
             behind = at[rows:, None] - at[None]
-            inside = at[None] >= rows
-            hidden = (behind < 0) | (~inside & (behind >= self.window))
+            hidden = (behind < 0) | (behind >= self.window)
             scores = scores.masked_fill(hidden, -torch.inf)
         return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), f"{name}.o_proj")
 
@@ -466,10 +462,8 @@ def say(args, config: pipeline.DrafterConfig, record: dict, origin: dict, checke
     """The report of an export that passed its check."""
     step = f"step {origin['step']}, " if origin.get("step") is not None else ""
     size = (args.output_dir / "model.safetensors").stat().st_size / 1e6
-    sliding = config.layer_types.count("sliding_attention")
-    window = f", {sliding} of them sliding (window {config.sliding_window})" if sliding else ""
     print(
-        f"{args.output_dir}: {step}{config.num_hidden_layers} layers{window}, block {config.block_size}, reads target "
+        f"{args.output_dir}: {step}{config.describe_layers()}, block {config.block_size}, reads target "
         f"layers {list(config.target_layer_ids)}, mask token {config.mask_token_id}, {args.dtype}, {size:,.1f} MB, "
         f"{args.format} form"
     )

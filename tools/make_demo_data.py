@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import regenerate_responses
 import train_dflash_pipeline as pipeline
-from regenerate_responses import jsonl, write_atomically
+from regenerate_responses import write_jsonl
 from train_dflash_pipeline import UserError
 
 # (question forms, training topics, held-out topics), each list separated by "|"
@@ -226,7 +226,7 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     prompts, answers = args.output_dir / "demo_prompts.jsonl", args.output_dir / "demo_answers.jsonl"
     # every rank writes the same bytes, so none has to wait for another
-    write_atomically(prompts, jsonl(prompts, [{"messages": messages(prompt)} for prompt in train]))
+    write_jsonl(prompts, ({"messages": messages(prompt)} for prompt in train), prompts.with_suffix(f".{os.getpid()}"))
     flags = ("target", "max_new_tokens", "target_dtype", "device", "batch_size")
     chosen = [part for name in flags for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     regenerate_responses.main([str(prompts), str(answers), *chosen])
@@ -239,7 +239,7 @@ def main() -> None:
     unseen = [{"messages": messages(prompt)} for prompt in heldout]
     for name, kept in (("demo_train.jsonl.gz", unique), ("demo_heldout.jsonl", unseen)):
         path = args.output_dir / name
-        write_atomically(path, jsonl(path, kept))
+        write_jsonl(path, kept, path.with_suffix(f".{os.getpid()}"))
         print(f"wrote {path}: {len(kept)} rows, {path.stat().st_size / 1e3:.0f} KB")
     prompts.unlink()
     answers.unlink()

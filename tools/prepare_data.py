@@ -149,6 +149,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     if args.output.suffix != ".safetensors":
         raise UserError(f"--output {args.output}: the name must end in .safetensors")
+    for flag, path in (("--output", args.output), ("--json", args.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} {path}: no such folder")
     for path in args.train_data:
         if not Path(path).is_file():
             raise UserError(f"--train-data {path}: no such file")

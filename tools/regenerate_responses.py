@@ -37,7 +37,6 @@ import email.utils
 import gzip
 import hashlib
 import http.client
-import io
 import itertools
 import json
 import os
@@ -52,7 +51,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 import numpy as np
 import torch
@@ -135,7 +134,8 @@ def row_questions(row: dict) -> tuple[list[dict], list[str]]:
         raise RowError("without a conversation")
     if isinstance(row.get("conversations"), list):
         row["conversations"] = [*row["conversations"], {"from": "gpt", "value": "-"}]
-    if isinstance(row.get("messages"), list) and not isinstance(row.get("response"), str):
+    pair = isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str)
+    if isinstance(row.get("messages"), list) and not pair:
         row["messages"] = [*row["messages"], {"role": "assistant", "content": "-"}]
     else:
         row["response"] = "-"
@@ -170,12 +170,8 @@ def read_conversations(path: str, system: Optional[str], keep_repeats: bool) -> 
         seen.add(asked)
         conversations.append(Conversation(number, messages, questions, extra))
     if not conversations:
-        raise UserError(f"no prompt in {path}: {reasons(dropped) or 'the file is empty'}")
+        raise UserError(f"no prompt in {path}: {pipeline.by_reason(dropped) or 'the file is empty'}")
     return conversations, dropped
-
-
-def reasons(dropped: Counter) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
 
 
 # ======================================================================================================================
@@ -197,22 +193,24 @@ def write_atomically(path: Path, data: bytes) -> None:
     os.close(folder)
 
 
-def jsonl(path: Path, rows: list[dict]) -> bytes:
-    """The bytes of a JSONL file of that name, compressed if it ends in .gz: the same rows give the same bytes."""
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    if path.suffix != ".gz":
-        return data
-    buffer = io.BytesIO()
-    with gzip.GzipFile("", "wb", fileobj=buffer, mtime=0) as packed:
-        packed.write(data)
-    return buffer.getvalue()
+def write_jsonl(path: Path, rows: Iterable[dict], partial: Path) -> None:
+    """A JSONL file, compressed if its name ends in .gz, by way of `partial`: the same rows give the same bytes."""
+    with open(partial, "wb") as file:
+        lines = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else file
+        for row in rows:
+            lines.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        if lines is not file:
+            lines.close()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 class Parts:
-    """OUTPUT.parts: manifest.json with the settings, and the outcomes of each finished unit of work in NUMBER.json."""
+    """OUTPUT.parts: manifest.json with the settings, and the outcomes of each finished unit of work in NUMBER.jsonl."""
 
     def __init__(self, output: Path, settings: dict):
-        self.output, self.settings = output, settings
+        self.output, self.settings = output, settings | {"parts": "JSONL"}
         self.folder = output.with_name(output.name + ".parts")
         self.old = output.with_name(output.name + ".parts.old")
         self.manifest = self.folder / "manifest.json"
@@ -237,27 +235,66 @@ class Parts:
         write_atomically(self.manifest, json.dumps(self.settings, indent=2).encode())
 
     def finished(self) -> set[int]:
-        return {int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit()}
+        return {int(path.stem) for path in self.folder.glob("*.jsonl") if path.stem.isdigit()}
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number}.jsonl"
 
     def save(self, number: int, conversations: list[Conversation]) -> None:
-        outcomes = [conversation.outcome() for conversation in conversations]
-        write_atomically(self.folder / f"{number}.json", json.dumps(outcomes).encode())
+        lines = [json.dumps(conversation.outcome()) + "\n" for conversation in conversations]
+        write_atomically(self.path(number), "".join(lines).encode())
 
-    def load(self, number: int) -> list[dict]:
-        return json.loads((self.folder / f"{number}.json").read_bytes())
+    def outcomes(self, number: int) -> Iterator[tuple[int, dict]]:
+        """(where it begins in the file, outcome) of all in a part."""
+        with open(self.path(number), "rb") as file:
+            offset = 0
+            for line in file:
+                yield offset, json.loads(line)
+                offset += len(line)
 
-    def join(self) -> list[dict]:
-        """Write the output; all outcomes in the order of the input. Raises UserError when no row was answered."""
-        outcomes = sorted((o for number in self.finished() for o in self.load(number)), key=lambda o: o["row"])
-        rows = [o["answered"] for o in outcomes if o["answered"]]
-        if not rows:
-            raise UserError(f"no row was answered: {reasons(Counter(o['dropped'] for o in outcomes))}")
-        joined = self.folder / "joined"
-        write_atomically(joined, jsonl(self.output, rows))
-        os.replace(joined, self.output)
+    def answered(self, number: int, offset: int) -> dict:
+        """The answered row whose outcome begins there."""
+        with open(self.path(number), "rb") as file:
+            file.seek(offset)
+            return json.loads(file.readline())["answered"]
+
+    def join(self) -> "Totals":
+        """Write the output, a row at a time in the order of the input. Raises UserError when no row was answered."""
+        places, totals = [], Totals()
+        for number in self.finished():
+            for offset, outcome in self.outcomes(number):
+                totals.add(outcome)
+                if outcome["answered"]:
+                    places.append((outcome["row"], number, offset))
+        if not places:
+            raise UserError(f"no row was answered: {pipeline.by_reason(totals.dropped)}")
+        rows = (self.answered(number, offset) for _, number, offset in sorted(places))
+        write_jsonl(self.output, rows, self.folder / "joined")
         os.rename(self.folder, self.old)  # at once: a folder that lost some of its files would count as begun
         shutil.rmtree(self.old, ignore_errors=True)
-        return outcomes
+        return totals
+
+
+@dataclass
+class Totals:
+    """What became of all rows that were asked."""
+
+    rows: int = 0
+    answered: int = 0
+    cut_off: int = 0
+    turns_not_asked: int = 0
+    tokens: int = 0
+    dropped: Counter = field(default_factory=Counter)  # by reason
+
+    def add(self, outcome: dict) -> None:
+        self.rows += 1
+        self.tokens += outcome["tokens"]
+        self.turns_not_asked += outcome["turns_not_asked"]
+        if outcome["dropped"]:
+            self.dropped[outcome["dropped"]] += 1
+        if outcome["answered"]:
+            self.answered += 1
+            self.cut_off += outcome["answered"]["finish_reason"] == "length"
 
 
 class Progress:
@@ -275,7 +312,7 @@ class Progress:
 
     def update(self) -> None:
         for number in sorted(self.parts.finished() - self.seen):
-            self.add(number, sum(outcome["tokens"] for outcome in self.parts.load(number)))
+            self.add(number, sum(outcome["tokens"] for _, outcome in self.parts.outcomes(number)))
 
     def add(self, number: int, tokens: int) -> None:
         self.seen.add(number)
@@ -290,16 +327,13 @@ class Progress:
             self.update()
 
 
-def show_summary(outcomes: list[dict], left_out: Counter, progress: Progress, output: Path) -> None:
-    answered = [o["answered"] for o in outcomes if o["answered"]]
-    cut = sum(row["finish_reason"] == "length" for row in answered)
-    dropped = left_out + Counter(o["dropped"] for o in outcomes if o["dropped"])
-    not_asked = sum(o["turns_not_asked"] for o in outcomes)
-    print(f"answered {len(answered):,} of {len(outcomes) + left_out.total():,} rows, {cut:,} cut off by the limit")
-    print(f"rows left out: {reasons(dropped) or 'none'}")
-    if not_asked:
-        print(f"turns not asked, since the chat could not go on after the answer before: {not_asked:,}")
-    tokens, earlier = progress.tokens, sum(o["tokens"] for o in outcomes) - progress.tokens
+def show_summary(totals: Totals, left_out: Counter, progress: Progress, output: Path) -> None:
+    of = totals.rows + left_out.total()
+    print(f"answered {totals.answered:,} of {of:,} rows, {totals.cut_off:,} cut off by the limit")
+    print(f"rows left out: {pipeline.by_reason(left_out + totals.dropped) or 'none'}")
+    if count := totals.turns_not_asked:
+        print(f"turns not asked, since the chat could not go on after the answer before: {count:,}")
+    tokens, earlier = progress.tokens, totals.tokens - progress.tokens
     speed = f"{tokens:,} tokens in {progress.seconds:.1f} s: {tokens / progress.seconds:,.0f} tokens/s"
     print(speed + (f"; {earlier:,} tokens before this start" if earlier else ""))
     print(f"wrote {output}", flush=True)
@@ -533,15 +567,17 @@ def answer_locally(args: argparse.Namespace, rank: int, world: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     config, tokenizer = pipeline.load_target_config(target), pipeline.load_tokenizer(target)
+    if config.get_text_config().model_type == "gpt_oss":
+        raise UserError(f"{args.target} answers in channels, which only a server takes apart: serve it, and use --base-url")
     pipeline.settle_target_dtype(target, config, device)
     room = context_room(config, args.max_new_tokens)
     chat = pipeline.ChatTokenizer(tokenizer, template_kwargs=pipeline.parse_template_kwargs(args.chat_template_kwargs))
     batches, refused = plan_batches(conversations, chat, room, args.batch_size)
     left_out += refused
     if not batches:
-        raise UserError(f"no prompt in {args.prompts} can be asked: {reasons(left_out)}")
+        raise UserError(f"no prompt in {args.prompts} can be asked: {pipeline.by_reason(left_out)}")
     del conversations  # each is let go once it is answered
-    tokens = hashlib.sha256(tokenizer.chat_template.encode())
+    tokens = hashlib.sha256(chat.describe()["chat template"].encode())
     for conversation in itertools.chain(*batches):
         tokens.update(conversation.prompt_ids.tobytes())
     chosen = {"target": args.target, "tokenizer": args.tokenizer, "target-dtype": target.target_dtype,
@@ -552,6 +588,8 @@ def answer_locally(args: argparse.Namespace, rank: int, world: int) -> None:
     sizes = [len(batch) for batch in batches]
     # the longest first: they show at once whether memory suffices, and short ones even out the end
     mine = [number for number in reversed(range(len(batches))) if number not in finished][rank::world]
+    for number in set(range(len(batches))).difference(mine):
+        batches[number].clear()
     if mine:
         local = LocalTarget(pipeline.load_target(target, config, device), chat, args)
     progress = Progress(parts, sizes, show=rank == 0)
@@ -620,9 +658,7 @@ class Server:
             wait = 0.0
             try:
                 with urllib.request.urlopen(self.request(conversation), timeout=self.args.request_timeout) as response:
-                    reply = json.loads(response.read())
-                    reply["choices"][0]["message"], reply["choices"][0]["finish_reason"]
-                    return reply
+                    return check_reply(json.loads(response.read()))
             except urllib.error.HTTPError as error:
                 detail = error_text(error)
                 problem = f"HTTP {error.code}{detail and ': ' + detail}"
@@ -633,7 +669,7 @@ class Server:
                 wait = retry_after(error.headers.get("Retry-After"))
             except (OSError, http.client.HTTPException) as error:
                 problem = pipeline.first_line(error)
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, AttributeError):
                 problem = "the reply is not a chat completion"
             if attempt < self.args.max_retries:
                 self.retries += 1
@@ -645,7 +681,13 @@ class Server:
     def answer(self, conversation: Conversation) -> None:
         """Answer one conversation to its end, turn by turn."""
         while conversation.waits and not self.stop.is_set():
-            reply = self.ask(conversation)
+            try:
+                reply = self.ask(conversation)
+            except Refused:
+                if conversation.turn == 0:
+                    raise
+                conversation.withdraw_question()  # what it answered before is kept
+                break
             choice = reply["choices"][0]
             conversation.tokens += (reply.get("usage") or {}).get("completion_tokens") or 0
             message = {"role": "assistant", "content": choice["message"].get("content") or ""}
@@ -658,6 +700,14 @@ class Server:
                 conversation.dropped = "with an empty answer"
             else:
                 conversation.add_answer(message, choice["finish_reason"])
+
+
+def check_reply(reply: dict) -> dict:
+    """The reply. Raises ValueError, LookupError, TypeError or AttributeError where it is no chat completion in text."""
+    choice = reply["choices"][0]
+    if not isinstance(choice["message"].get("content"), (str, type(None))) or "finish_reason" not in choice:
+        raise ValueError
+    return reply
 
 
 def error_text(error: urllib.error.HTTPError) -> str:
@@ -709,12 +759,17 @@ def answer_by_server(args: argparse.Namespace) -> None:
     progress, server = Progress(parts, [1] * len(conversations), show=True), Server(args, stop)
     with concurrent.futures.ThreadPoolExecutor(args.concurrency) as pool:
         try:
-            todo = [number for number in range(len(conversations)) if number not in finished]
-            jobs = {pool.submit(server.answer, conversations[number]): number for number in todo}
-            for job in concurrent.futures.as_completed(jobs):
-                collect(job, jobs[job], conversations, parts, progress, failures)
-                if failures.in_a_row > max(10, args.concurrency):  # the server is gone: not every row needs to learn it
+            todo = (number for number in range(len(conversations)) if number not in finished)
+            jobs = {}
+            # the server may be gone, and not every row needs to learn it
+            while failures.in_a_row <= max(10, args.concurrency):
+                for number in itertools.islice(todo, 2 * args.concurrency - len(jobs)):
+                    jobs[pool.submit(server.answer, conversations[number])] = number
+                if not jobs:
                     break
+                done, _ = concurrent.futures.wait(jobs, return_when=concurrent.futures.FIRST_COMPLETED)
+                for job in done:
+                    collect(job, jobs.pop(job), conversations, parts, progress, failures)
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
