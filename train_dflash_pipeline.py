@@ -5680,8 +5680,12 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
         f"drafter: {config.describe_layers()}, block {config.block_size}, reads target layers "
         f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
     )
+    if first_step >= planner.total_steps:
+        print(f"nothing to do: {folder} holds step {first_step}; a larger --max-steps goes on, another --output-dir starts anew")
     start = f" from step {first_step}" if first_step else ""
-    print(f"run: {planner.total_steps} steps{start} of {planner.micro_batches_per_step} micro-batches", flush=True)
+    steps, size = planner.total_steps, planner.micro_batches_per_step
+    passes = f"{steps * size / len(planner.epoch(0)):.3g} passes over the data"
+    print(f"run: {steps} steps{start} of {size} micro-batches, {passes}", flush=True)
 
 
 def describe_traffic(args: Arguments, topology: Topology, planner: Planner, config: DrafterConfig) -> str:

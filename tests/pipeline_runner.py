@@ -186,6 +186,8 @@ def serve_cases(listing: Path) -> None:
             os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status) if ended else None
         (place / f"{rank}.code").write_text(json.dumps(code))
+        while not all((place / f"{other}.code").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+            time.sleep(0.02)  # the next case starts on all ranks at once
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ import pytest
 import yaml
 from pipeline_runner import REPOSITORY, SMALL, read_metrics, wait_until
 
+from train_dflash_pipeline import parse_arguments
+
 from check_pipeline_equiv import end_processes, write_small_data  # isort: skip
 
 LAUNCH = REPOSITORY / "launch"
-SRUN = 'exec "$@"'
+SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 SCONTROL = 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$ASKED"; fi'
 
 
@@ -39,8 +41,9 @@ def test_the_manifest_fits_the_launcher():
         gpus = container["resources"]["limits"]["nvidia.com/gpu"]
         assert (values["NODES"], values["RANKS_PER_NODE"]) == (str(pods), str(gpus))
         assert values["RENDEZVOUS"] == f"{job['metadata']['name']}-master-0:{container['ports'][0]['containerPort']}"
-        texts = "".join((LAUNCH / name).read_text() for name in ("multi_node.sh", "environment.sh"))
-        assert all(f"${{{name}:" in texts for name in values), values
+        texts = "".join((LAUNCH / name).read_text() for name in ("multi_node.sh", "torchrun.sh", "environment.sh"))
+        assert all(f"${{{name}:" in texts for name in values.keys() - {"HF_HOME"}), values
+        parse_arguments(["--train-data", __file__, *container["args"][2:]])
 
 
 @pytest.fixture()
@@ -58,7 +61,7 @@ def slurm(tmp_path):
     environment = os.environ | {
         "PATH": f"{bin_folder}:{os.environ['PATH']}", "ASKED": str(asked), "DFLASH_PYTHON": sys.executable,
         "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NUM_NODES": "1", "RENDEZVOUS_PORT": str(port), "RANKS_PER_NODE": "2",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2", "RENDEZVOUS_PORT": str(port), "RANKS_PER_NODE": "2",
     }  # fmt: skip
     return ["bash", script], environment, asked
 
@@ -92,3 +95,12 @@ def test_a_stopped_job_saves_and_goes_on_from_the_queue(slurm, tmp_path):
         assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1)) and len(metrics) > steps
         steps = len(metrics)
         assert (output_dir / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--max-step", "3"], "--max-step"), (["--train-data", "nowhere.jsonl"], "--train-data nowhere.jsonl: no such file"),
+])  # fmt: skip
+def test_a_wrong_flag_ends_a_launcher_before_torchrun(flags, complaint):
+    environment = os.environ | {"DFLASH_PYTHON": sys.executable}
+    done = subprocess.run(["bash", LAUNCH / "one_node.sh", *flags], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and complaint in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

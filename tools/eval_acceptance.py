@@ -1,4 +1,4 @@
-"""Measure drafters by decoding with them: acceptance length, target forwards saved, speed, exactness.
+r"""Measure drafters by decoding with them: acceptance length, target forwards saved, speed, exactness.
 
     # a run's newest checkpoint, on chat prompts
     python tools/eval_acceptance.py runs/quickstart --prompts launch/demo_heldout.jsonl

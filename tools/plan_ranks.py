@@ -1,4 +1,4 @@
-"""Say how to lay out a run before it starts: which ranks, which micro-batch, how fast, how much memory.
+r"""Say how to lay out a run before it starts: which ranks, which micro-batch, how fast, how much memory.
 
     # 8 H200s, Qwen3-8B: split, ZeRO stage, micro-batch and accumulation, and the command to start
     python tools/plan_ranks.py --target Qwen/Qwen3-8B --gpu h200 --gpus 8
