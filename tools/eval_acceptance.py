@@ -23,7 +23,7 @@ rows of their own in the table. A prompt that stands there twice is used once, a
 One prompt at a time, key-value caches on both sides: the drafter proposes B-1 tokens after the last known one, the
 target checks them in one forward pass and adds a token of its own (the bonus token).
 - Greedy: a proposal is accepted where the target would have said it. In fp32 the text equals plain greedy decoding
-  token by token; in bf16 a few per cent of texts part where two logits nearly tie.
+  token by token; in bf16 many texts part where two logits nearly tie.
 - Sampled: proposals x are drawn from the drafter's distribution q, accepted with probability min(1, p(x) / q(x)), and
   the first refused one is replaced by a draw from the positive part of p - q. Texts follow the target's distribution.
 

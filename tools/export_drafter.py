@@ -372,8 +372,8 @@ def serve_commands(config: pipeline.DrafterConfig, form: str, target: str, folde
 SERVING = """\
 Servers change what they accept and how they read it: note their version with every figure.
 Measure with the prefix cache off (vLLM --no-enable-prefix-caching, SGLang --disable-radix-cache) and on: a fault there
-looks like a bad drafter. An accepted length under 1.2 means that something is wrong, not that training was short:
-compare with tools/eval_acceptance.py on the same prompts."""
+looks like a bad drafter. An accepted length well below what tools/eval_acceptance.py measures on the same prompts is a fault
+of the serving, not of the training; near 1.0, of layer ids, dtype or cache."""
 
 
 def absolute(target: str) -> str:
