@@ -429,7 +429,7 @@ def test_the_tool_from_a_run_to_a_command_that_the_pipeline_takes(tmp_path, monk
     assert best["targets"] + best["drafters"] == 16 and plan["command"] in shown
     launcher, flags = plan["command"].split(" train_dflash_pipeline.py ")
     assert launcher.startswith("torchrun --nnodes 2 --nproc_per_node 8 ")
-    flags = flags.replace("ds_configs", str(pipeline.REPOSITORY / "ds_configs")).split()
+    flags = [flag.replace("ds_configs", str(pipeline.REPOSITORY / "ds_configs")) for flag in flags.split()]
     args = pipeline.parse_arguments(flags)
     assert (args.pipeline.num_target_ranks, args.data.tokens_per_micro_batch) == (str(best["targets"]), 1024)
     assert args.drafter.num_draft_layers == 3

@@ -545,6 +545,7 @@ if os.environ["RANK"] == "0":
         Case("damaged", [*evaluated, *again("straight")], damage),  # goes on from step 4 in the same folder
         Case("full", [*evaluated], FULL_DISK.format(rank=2)),
         Case("after-full", [*evaluated, *again("full")], copy_first),
+        Case("finished", [*evaluated, *again("full")]),
         Case("slow", [*two, "--max-steps", "4", "--save-every", "2", "--transport-timeout", "2"], SLOW_SAVE),
         Case("hostile-saved", [*two, "--max-steps", "1"], HOSTILE.format(marker=place / "ran")),
         Case("hostile", [*two, *after("hostile-saved", 1)]),
@@ -578,6 +579,13 @@ def test_after_a_flipped_byte_the_run_goes_on_from_the_one_before(cases):
     assert sum(line.get("held_out_loss") is not None for line in lines) == 2
     mine, theirs = last_weights(folder), last_weights(cases["full"].output_dir)  # resumed, too, by now
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_do(cases):
+    finished = cases["finished"].check_ok()
+    folder = cases["full"].output_dir
+    assert f"nothing to do: {folder} holds step 6; a larger --max-steps goes on" in finished.out[1]
+    assert [line["step"] for line in cases["full"].metrics] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_full_disk_ends_the_run_and_costs_nothing(cases):
