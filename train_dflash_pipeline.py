@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 8 train_dflash_pipeline.py
 
     # your model, your conversations
-    torchrun --nproc_per_node 8 train_dflash_pipeline.py --target Qwen/Qwen3-8B --train-data chats.jsonl \
-        --num-target-ranks 5 --num-epochs 3 --output-dir runs/qwen3-8b
+    torchrun --nproc_per_node 8 train_dflash_pipeline.py --target Qwen/Qwen3-8B --train-data chats.jsonl --num-epochs 3 \
+        --num-target-ranks 3 --tokens-per-micro-batch 4096 --anchors-per-micro-batch 512 --output-dir runs/qwen3-8b
 
     # every flag
     python train_dflash_pipeline.py --help
@@ -3271,7 +3271,8 @@ class HiddenStateReceiver:
         self.ended: set[int] = set()  # targets whose stream is over
         self.stopping = threading.Event()
         self.target_asked_stop = threading.Event()
-        self.target_times: dict[str, float] = defaultdict(float)  # sums of ms since the monitor last took them
+        # what the targets needed for the micro-batches that were taken from here: sums of ms, and how many they are
+        self.target_times: dict[str, float] = defaultdict(float)
         self.ready: queue.Queue = queue.Queue()
         self.stream = side_stream(fabric.device)
         self.thread = None
@@ -3288,9 +3289,11 @@ class HiddenStateReceiver:
             with self.stream:
                 self._exchange()
         with self.fabric.board.doing(f"waiting for micro-batch {m}", HELPER):
-            received_m, slot = self.ready.get()
+            received_m, slot, times = self.ready.get()
         if isinstance(received_m, BaseException):
             raise received_m
+        for name, value in times.items():
+            self.target_times[name] += value
         if received_m != m:
             raise RuntimeError(f"micro-batch {received_m} came in place of {m}")
         if slot is not None:
@@ -3326,7 +3329,7 @@ class HiddenStateReceiver:
                     self._exchange()
         except BaseException as error:  # re-raised on the main thread by get() or finish()
             self.ring.error = error
-            self.ready.put((error, None))
+            self.ready.put((error, None, {}))
 
     def _exchange(self) -> None:
         """One header, and the payload it announces."""
@@ -3340,7 +3343,7 @@ class HiddenStateReceiver:
             self.ended.add(target)
             return
         if header.status == BAD:
-            self.ready.put((m, None))
+            self.ready.put((m, None, {}))
             return
         slot = None
         if m < self.planner.end_m and not self.stopping.is_set():
@@ -3351,12 +3354,10 @@ class HiddenStateReceiver:
             self.ended.add(target)
             return
         finite = self._receive_payload(link, m, header, slot)
-        for name in ("forward", "pack", "wait"):
-            self.target_times[name] += getattr(header, f"{name}_us") / 1e3
-        self.target_times["micro_batches"] += 1
         if not finite:
             self.ring.hand_over(slot, "receiving", "free")
-        self.ready.put((m, slot if finite else None))
+        times = {name: getattr(header, f"{name}_us") / 1e3 for name in ("forward", "pack", "wait")} | {"micro_batches": 1}
+        self.ready.put((m, slot if finite else None, times))
 
     def _receive_payload(self, link: Link, m: int, header: Header, slot: Slot) -> bool:
         """Fill the slot; True when all of it is finite, as it was when the target sent it.
@@ -5121,7 +5122,7 @@ class StepRecord:
     receive_wait_ms: float
     wall_s: float
     queue_depth: int
-    target_times: dict[str, float]  # ms, sums over the micro-batches received in this step
+    target_times: dict[str, float]  # ms, sums over this drafter's micro-batches of the step
     extras: dict[str, float]
 
     @functools.cached_property

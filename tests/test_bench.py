@@ -376,3 +376,10 @@ def test_trace_of_a_run_is_one_timeline(runs):
         assert sent[0] < received[1] < trained[1]
     operators = [e["ts"] for e in whole["traceEvents"] if e["pid"] == 1 and e.get("cat") == "cpu_op"]
     assert min(operators) > third[0] - 1e5 and any(third[0] <= ts <= fourth[1] for ts in operators)
+
+
+def test_a_target_named_in_a_config_file_is_no_toy():
+    for flags in (["--config", "x.yaml"], ["--config=x.yaml"], ["--target", "x"], ["--target=x"]):
+        assert not any("toy" in flag for flag in bench_pipeline.with_toy(flags))
+    assert "--target=toy" in bench_pipeline.with_toy(["--num-draft-layers", "1"])
+    assert bench_pipeline.with_toy(["--device=cuda", "--target=x"]) == ["--device=cuda", "--target=x"]

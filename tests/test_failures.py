@@ -493,15 +493,16 @@ def test_a_soak_reports_what_differs(capsys, monkeypatch, change, found):
     assert found in capsys.readouterr().out
 
 
-def test_a_soak_seed_gives_one_case_with_valid_flags(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_soak_seed_gives_one_case_with_valid_flags(tmp_path, device):
     for seed in range(8):
         cases = []
         for attempt in ("a", "b"):
             folder = tmp_path / f"{seed}{attempt}"
             folder.mkdir()
-            flags, runs, own_flags = soak.draw_case(seed, folder, 2, (3, 2))
+            flags, runs, own_flags = soak.draw_case(seed, folder, 2, (3, 2), device)
             for own in own_flags:
-                pipeline.parse_arguments([*flags, *own])
+                pipeline.check_tiles(pipeline.parse_arguments([*flags, *own]), torch.device(device))
             files = {path.name: path.read_text() for path in folder.iterdir()}
             flags = [flag.replace(str(folder), "") for flag in flags]
             cases.append((flags, [vars(run) for run in runs], own_flags, files))

@@ -3,15 +3,19 @@
 Bit-identical where DESIGN.md says so (exact equality); against the plain single-process reference within rounding.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -716,3 +720,15 @@ def test_header_round_trip():
     assert words.shape == pipeline.Header.empty_tensor().shape and words.dtype == torch.int64
     assert pipeline.Header(*words.tolist()) == header
     assert pipeline.Header(*pipeline.Header.empty_tensor().tolist()).magic != pipeline.MAGIC
+
+
+def test_target_times_are_those_of_the_micro_batches_taken():
+    """What was received ahead belongs to a later step."""
+    receiver = object.__new__(pipeline.HiddenStateReceiver)
+    receiver.thread, receiver.ready, receiver.target_times = threading.current_thread(), queue.Queue(), defaultdict(float)
+    receiver.fabric = SimpleNamespace(board=SimpleNamespace(doing=lambda *_: contextlib.nullcontext()))
+    for m, ms in enumerate((3.0, 5.0, 7.0)):
+        receiver.ready.put((m, None, {"forward": ms, "micro_batches": 1}))
+    for m, forward in ((0, 3.0), (1, 8.0)):
+        assert receiver.get(m) is None
+        assert receiver.target_times == {"forward": forward, "micro_batches": m + 1}

@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -202,6 +204,23 @@ def test_a_target_of_several_ranks_counts_once():
     assert [pairs.node_of("target", t) for t in range(3)] == [0, 0, 1] and pairs.node_of("drafter", 0) == 1
 
 
+def test_shared_targets_lie_as_the_pipeline_lays_them():
+    layout = Layout(3, 3, 7, 128, 8, 1, 2)  # on two nodes of eight: TTT DDDDD, TTT TTT DD
+    assert [lay_out(layout, 8, "spread").node_of("target", t) for t in range(3)] == [0, 1, 1]
+    with pytest.raises(UserError, match="room for 2 targets, not for 3"):
+        lay_out(Layout(3, 5, 1, 128, 8, 1, 2), 8, "spread")
+
+
+def test_the_command_counts_target_ranks_as_the_pipeline_does():
+    options = argparse.Namespace(gpus=8, gpus_per_node=8)
+    command = plan_ranks.command(Layout(2, 2, 4, 128, 8, 1, 2), options, ["--target", "toy"])
+    asked = {name: re.search(rf"--{name} (\d+)", command)[1] for name in ("num-target-ranks", "target-tp")}
+    environment = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    with mock.patch.dict(os.environ, environment):
+        topology = pipeline.read_topology(asked["num-target-ranks"], int(asked["target-tp"]))
+    assert (topology.num_targets, topology.num_drafters) == (2, 4)
+
+
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +297,10 @@ def test_the_plan_uses_every_gpu_and_what_is_fixed_stays(target_folder):
     free = planning(target_folder("qwen3"), gpus=8).search()
     assert all(p.layout.targets + p.layout.drafters == 8 for p in free)
     assert free[0].tokens_per_s >= 0.99 * max(p.tokens_per_s for p in free)
+    with pytest.raises(UserError, match="--tokens-per-micro-batch is 3000: on CUDA it must be a multiple of 128"):
+        planning(target_folder("qwen3"), tokens_per_micro_batch=3000)
+    with pytest.raises(UserError, match="--num-target-ranks 3: no multiple of --target-tp 2"):
+        planning(target_folder("qwen3"), gpus=8, num_target_ranks=3, target_tp=2).search()
     with pytest.raises(UserError, match="8 of 8 GPUs leaves no drafter"):
         planning(target_folder("qwen3"), gpus=8, num_target_ranks=8).search()
 
@@ -402,9 +425,11 @@ def test_stage_times_of_a_bench(tmp_path):
 
 
 # 3 drafters: auto gives 7 ranks 4 : 3 and 8 ranks 5 : 3
-@pytest.mark.parametrize("flag, drafters, targets", [("4", 3, 4), ("auto", 1, 1), ("auto", 3, None), ("measure", 1, 1)])
-def test_the_targets_of_a_run(flag, drafters, targets):
-    assert plan_ranks.targets_of(flag, drafters) == targets
+@pytest.mark.parametrize("flag, drafters, tp, targets", [
+    ("4", 3, 1, 4), ("4", 3, 2, 2), ("auto", 1, 1, 1), ("auto", 3, 1, None), ("auto", 2, 2, 1), ("measure", 1, 1, 1),
+])  # fmt: skip
+def test_the_targets_of_a_run(flag, drafters, tp, targets):
+    assert plan_ranks.targets_of(flag, drafters, tp) == targets
 
 
 @pytest.mark.parametrize("steps, broken, complaint", [(4, None, "4 steps are too few"), (9, "metrics.jsonl", "Expect")])

@@ -51,7 +51,7 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS.parent), str(TOOLS)]
 import train_dflash_pipeline as pipeline
 from bench_drafter_step import compiled_graphs, matrix_ceiling, show, step_flops
-from check_pipeline_equiv import started, torchrun_command, write_wrapper
+from check_pipeline_equiv import names, started, torchrun_command, write_wrapper
 from train_dflash_pipeline import UserError
 
 MEASUREMENTS = ("target", "drafter", "pipeline", "sync", "colocated")
@@ -65,8 +65,7 @@ TOY = ["--target=toy", "--tokens-per-micro-batch=512", "--anchors-per-micro-batc
 
 def with_toy(flags: list[str]) -> list[str]:
     """Flags of the pipeline, of a toy on the CPU where they name no target; on the CPU unless they say otherwise."""
-    named = any(flag == "--target" or flag.startswith("--target=") for flag in flags)
-    return ["--device=cpu", *([] if named else TOY), *flags]
+    return [*([] if names(flags, "--device") else ["--device=cpu"]), *([] if names(flags, "--target") else TOY), *flags]
 
 
 # What is written while a measurement runs, and read afterwards
@@ -266,6 +265,7 @@ def measure_target(rank: Rank, options, folder: Path) -> dict:
     runner, layers = rank.runner()
     plans = [planner.plan(m) for m in range(planner.end_m)]
     ticks = Ticks(folder / "forward.jsonl")
+    runner.warm_up(planner, 0, rank.topology)
     for number, plan in enumerate(plans, 1):
         runner.forward(plan)
         if device.type == "cuda" and number in (warm_up, len(plans)):
@@ -529,6 +529,10 @@ def check_options(options, args: pipeline.Arguments) -> None:
         raise UserError(f"--document-tokens {shortest} {longest}: 2 to a micro-batch's tokens, the lower one first")
     if args.data.eval_data or args.optimization.num_epochs is not None:
         raise UserError("--eval-data and --num-epochs have no place here: --steps says how long to measure")
+    if args.pipeline.target_tp > 1:
+        raise UserError("--target-tp: only targets of one rank are measured")
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: no such folder")
     if options.keep and options.keep.exists():
         raise UserError(f"--keep {options.keep} exists already")
     gpus = torch.cuda.device_count()
@@ -572,7 +576,7 @@ def main() -> int:
     ranks = {"target": options.target_ranks, "drafter": options.drafter_ranks,
              "colocated": colocated_ranks(options, device)}  # fmt: skip
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    settings = {"device": name, "ranks": ranks, "flags": user_flags, "steps": options.steps, "warm_up": options.warm_up,
+    settings = {"device": name, "ranks": ranks, "flags": with_toy(user_flags), "steps": options.steps, "warm_up": options.warm_up,
                 "document_tokens": None if args.data.train_data else options.document_tokens}  # fmt: skip
     results |= {"ratios": ratios(results, options.target_ranks, options.drafter_ranks), "settings": settings}
     show({"ratios": results["ratios"]})

@@ -55,6 +55,12 @@ def torchrun_command(ranks: int, script: Path, flags: list[str]) -> list[str]:
     return [*launcher, str(script), *flags]
 
 
+def names(flags: list[str], *known: str) -> bool:
+    """Whether flags of the pipeline set one of `known`, by themselves or in a --config file."""
+    given = {flag.split("=", 1)[0] for flag in flags}
+    return not given.isdisjoint({"--config", *known})
+
+
 def write_wrapper(path: Path, patch: str) -> Path:
     """A script that is the pipeline with `patch` (Python over the name `pipeline`) applied before main()."""
     path.write_text(
@@ -234,10 +240,10 @@ def main() -> int:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline-equiv-")))
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["--device", args.device, "--max-steps", str(args.steps), "--noise-std", "0.05"]
-        if "--target" not in passed_on:
+        if not names(passed_on, "--target"):
             flags += ["--target", "toy", "--tokens-per-micro-batch", "256", "--anchors-per-micro-batch", "8",
                       "--num-draft-layers", "2"]  # fmt: skip
-        if "--train-data" not in passed_on:
+        if not names(passed_on, "--train-data"):
             flags += ["--train-data", str(write_small_data(folder / "train.jsonl"))]
         print(f"{'run (target+drafter ranks)':<44} {'last loss':<20} {'tokens/s':>9}  weights", flush=True)
         for number, run in enumerate(runs):

@@ -251,8 +251,6 @@ class Shapes:
 
 def read_shapes(args: pipeline.Arguments) -> Shapes:
     """Count parameters on the meta device; nothing is loaded but the config."""
-    from transformers import AutoModelForCausalLM
-
     config = pipeline.load_target_config(args.target)
     text = config.get_text_config()
     ids = pipeline.choose_fc_layer_ids(text.num_hidden_layers, args.target)
@@ -260,7 +258,7 @@ def read_shapes(args: pipeline.Arguments) -> Shapes:
     if args.drafter.init_from is not None:
         drafter = pipeline.choose_drafter_config(args, text, pipeline.load_tokenizer(args.target))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.target.trust_remote_code)
+        model = pipeline.target_class(config).from_config(config, trust_remote_code=args.target.trust_remote_code)
     with_last = args.data.loss == "kl"
     layers = pipeline.decoder_layers(model)
     layers = layers if with_last else layers[: ids[-1] + 1]
@@ -355,16 +353,12 @@ class Layout:
 
 
 def lay_out(layout: Layout, per_node: int, placement: str) -> pipeline.Topology:
-    """The pipeline's own topology on nodes of so many GPUs. A target of several ranks counts as one, on its first
-    rank's node."""
+    """The pipeline's own topology on nodes of so many GPUs. Raises UserError where the targets cannot be laid out."""
     nodes = tuple(rank // per_node for rank in range(layout.targets * layout.tp + layout.drafters))
-    chosen = pipeline.place_targets(nodes, layout.targets * layout.tp, placement)
-    leaders = set(chosen[:: layout.tp])
-    units = sorted(leaders | set(range(len(nodes))) - set(chosen))
-    places = tuple(i for i, rank in enumerate(units) if rank in leaders)
     return pipeline.Topology(
-        rank=0, world_size=len(units), local_rank=0, local_world_size=min(per_node, len(units)),
-        num_targets=layout.targets, nodes=tuple(nodes[rank] for rank in units), target_ranks=places,
+        rank=0, world_size=len(nodes), local_rank=0, local_world_size=min(per_node, len(nodes)),
+        num_targets=layout.targets, nodes=nodes, target_tp=layout.tp,
+        target_ranks=pipeline.place_sharded_targets(nodes, layout.targets, placement, layout.tp),
     )  # fmt: skip
 
 
@@ -470,6 +464,7 @@ class Measured:
     accumulation: int
     zero_stage: int
     targets: Optional[int]  # None: unknown
+    tp: int  # ranks of one
     drafters: int
     drafters_waited: bool  # the drafter's times hold waits for other drafters
     flags: tuple[str, ...]  # shapes
@@ -499,9 +494,8 @@ def measured_in_run(records: list[dict], config: dict) -> Measured:
 
     spans = {name: mean(name) for name in ("forward", "backward", "step")}
     wall_ms = statistics.fmean(1e3 * r["tokens"] / r["tokens_per_s"] for r in records)
-    first = records[0]
-    own_tokens = first["drafter_tokens_per_s"] * sum(first["ms"][name] for name in spans) / 1e3
-    drafters = round(first["tokens"] / own_tokens)
+    own_tokens = sum(r["drafter_tokens_per_s"] * sum(r["ms"][name] for name in spans) / 1e3 for r in records)
+    drafters, tp = round(sum(r["tokens"] for r in records) / own_tokens), config.get("target_tp", 1)
     tokens = statistics.fmean(r["tokens"] for r in records)
     return Measured(
         forward=mean("target_forward") / accumulation, pack=mean("pack") / accumulation,
@@ -510,7 +504,8 @@ def measured_in_run(records: list[dict], config: dict) -> Measured:
         tokens=tokens / drafters / accumulation, tokens_per_s=1e3 * tokens / wall_ms,
         tokens_per_micro_batch=config["tokens_per_micro_batch"], anchors=config["anchors_per_micro_batch"],
         accumulation=accumulation, zero_stage=zero_stage_of(config["deepspeed"]),
-        targets=targets_of(str(config["num_target_ranks"]), drafters), drafters=drafters, drafters_waited=drafters > 1,
+        targets=targets_of(str(config["num_target_ranks"]), drafters, tp), tp=tp, drafters=drafters,
+        drafters_waited=drafters > 1,
         flags=tuple(shape_flags(config)),
     )  # fmt: skip
 
@@ -522,15 +517,17 @@ def measured_by_bench(results: dict) -> Measured:
     target, drafter, settings = results["target"], results["drafter"], results["settings"]
     args = pipeline.parse_arguments(["--target=toy", *settings["flags"]])
     accumulation, stages = args.optimization.gradient_accumulation_steps, drafter["stages_ms"]
+    run = "pipeline" if args.pipeline.async_postprocess else "sync"  # in line, the target alone packs between its passes
     wall_ms = 1e3 * drafter["tokens_per_micro_batch"] / drafter["tokens_per_s"]
     rest = max(0.0, wall_ms - sum(stages[name] for name in ("forward", "backward", "step")))
     return Measured(
-        forward=1e3 * target["tokens_per_micro_batch"] / target["tokens_per_s"], pack=target["stages_ms"]["pack"],
+        forward=1e3 * target["tokens_per_micro_batch"] / target["tokens_per_s"] if run == "pipeline" else target["forward_ms"],
+        pack=target["stages_ms"]["pack"],
         draft_forward=stages["forward"], draft_backward=stages["backward"], step=accumulation * (stages["step"] + rest),
-        tokens=target["tokens_per_micro_batch"], tokens_per_s=results.get("pipeline", {}).get("tokens_per_s"),
+        tokens=target["tokens_per_micro_batch"], tokens_per_s=results.get(run, {}).get("tokens_per_s"),
         tokens_per_micro_batch=args.data.tokens_per_micro_batch, anchors=args.data.anchors_per_micro_batch,
         accumulation=accumulation, zero_stage=zero_stage_of(args.optimization.deepspeed),
-        targets=settings["ranks"]["target"], drafters=settings["ranks"]["drafter"], drafters_waited=False,
+        targets=settings["ranks"]["target"], tp=1, drafters=settings["ranks"]["drafter"], drafters_waited=False,
         flags=tuple(shape_flags(args.flat())),
     )  # fmt: skip
 
@@ -557,12 +554,12 @@ def zero_stage_of(path: str) -> int:
         return 2
 
 
-def targets_of(num_target_ranks: str, drafters: int) -> Optional[int]:
-    """Target ranks of a run, where the flag and the number of drafters say it."""
-    if num_target_ranks.isdigit():
-        return int(num_target_ranks)
-    worlds = [w for w in range(2, 3 * drafters + 3) if w - max(1, w * 5 // 8) == drafters]
-    return worlds[0] - drafters if len(worlds) == 1 else None
+def targets_of(num_target_ranks: str, drafters: int, tp: int) -> Optional[int]:
+    """Targets of a run, each of `tp` ranks, where the flag and the number of drafters say it."""
+    if num_target_ranks.isdecimal():
+        return int(num_target_ranks) // tp
+    worlds = [w for w in range(2, 3 * drafters + 3 * tp) if w - max(1, w * 5 // 8 // tp) * tp == drafters]
+    return (worlds[0] - drafters) // tp if len(worlds) == 1 else None
 
 
 # ---- The plan ----
@@ -623,6 +620,9 @@ class Planning:
         self.gpu, self.depth = GPUS[options.gpu], args.pipeline.prefetch_depth
         if options.node_link_gb_per_s is not None:
             self.gpu = dataclasses.replace(self.gpu, node_link_gb_per_s=options.node_link_gb_per_s)
+        for tokens, anchors in self.micro_batches() if measured is None else ():
+            data = dataclasses.replace(args.data, tokens_per_micro_batch=tokens, anchors_per_micro_batch=anchors)
+            pipeline.check_tiles(dataclasses.replace(args, data=data), torch.device("cuda"))
         self.shapes = read_shapes(args)
         self.estimate = Estimate(self.gpu, options.gpus_per_node, self.shapes, args)
         self.limit_gb = self.gpu.memory_gb * options.memory_share
@@ -632,8 +632,7 @@ class Planning:
     def choose_tp(self) -> int:
         """The smallest K that lets a target fit into K GPUs of one node, or the given one. Raises UserError."""
         smallest = min(self.micro_batches())[0]
-        heads = self.shapes.text.num_attention_heads, getattr(self.shapes.text, "num_key_value_heads", None) or 1
-        possible = [k for k in range(1, self.options.gpus_per_node + 1) if all(n % k == 0 for n in heads)]
+        possible = [k for k in pipeline.target_tp_degrees(self.shapes.text) if k <= self.options.gpus_per_node]
         needs = {k: target_peak(self.shapes, smallest, self.depth, k) for k in possible}
         fitting = [k for k in possible if needs[k] <= self.limit_gb]
         given = self.options.target_tp
@@ -643,6 +642,7 @@ class Planning:
             raise UserError(f"{what}, but needs {needs[most]:.0f} GB even as one of {most} that share the target")
         if given is not None and given not in fitting:
             raise UserError(f"{what}; --target-tp {given} will not do: choose from {', '.join(map(str, fitting))}")
+        pipeline.check_target_tp(self.shapes.text, given or fitting[0])
         return given or fitting[0]
 
     def micro_batches(self) -> list[tuple[int, int]]:
@@ -680,9 +680,12 @@ class Planning:
         even = [best // nodes * nodes, -(-best // nodes) * nodes] if nodes > 1 else []  # the same on every node
         chosen = dict.fromkeys([*even, best, *near])
         if options.num_target_ranks is not None:
-            if options.num_target_ranks not in by_targets:
+            wanted, rest = divmod(options.num_target_ranks, self.tp)
+            if rest:
+                raise UserError(f"--num-target-ranks {options.num_target_ranks}: no multiple of --target-tp {self.tp}")
+            if wanted not in by_targets:
                 raise UserError(f"--num-target-ranks {options.num_target_ranks} of {ranks} GPUs leaves no drafter")
-            chosen = [options.num_target_ranks]
+            chosen = [wanted]
         return [
             Layout(t, self.tp, s.num_drafters, tokens, anchors, accumulation or s.accumulation, stage)
             for t in chosen if (s := by_targets.get(t)) is not None
@@ -768,7 +771,7 @@ def command(layout: Layout, options: argparse.Namespace, flags: list[str]) -> st
         launcher = f"torchrun --nnodes {nodes} --nproc_per_node {options.gpus_per_node} --rdzv-backend c10d " \
                    "--rdzv-endpoint HOST:29500"  # fmt: skip
     chosen = {
-        "num-target-ranks": layout.targets, "tokens-per-micro-batch": layout.tokens,
+        "num-target-ranks": layout.targets * layout.tp, "tokens-per-micro-batch": layout.tokens,
         "anchors-per-micro-batch": layout.anchors, "gradient-accumulation-steps": layout.accumulation,
         "deepspeed": f"ds_configs/zero{layout.zero_stage}.json",
     } | ({"target-tp": layout.tp} if layout.tp > 1 else {})  # fmt: skip
@@ -827,7 +830,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--splits", type=int, default=5, help="other layouts shown (default: %(default)s)")
     add("--json", type=Path, help="also write all figures here")
     fixed = parser.add_argument_group("chosen by the tool where not given")
-    fixed.add_argument("--num-target-ranks", type=int, help="targets (with --target-tp K, each of K ranks)")
+    fixed.add_argument("--num-target-ranks", type=int, help="target ranks, as the pipeline counts them")
     fixed.add_argument("--target-tp", type=int, help="ranks that form one target")
     fixed.add_argument("--zero-stage", type=int, choices=[1, 2, 3], help="ZeRO stage of the drafters")
     fixed.add_argument("--tokens-per-micro-batch", type=int, help="packed length of a micro-batch")
@@ -847,6 +850,8 @@ def check_options(options: argparse.Namespace) -> None:
     for name, value in least.items():
         if (given := getattr(options, name)) is not None and given < value:
             raise UserError(f"--{name.replace('_', '-')} {given}: must be at least {value}")
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: no such folder")
     if options.memory_share > 1:
         raise UserError(f"--memory-share {options.memory_share}: must not exceed 1")
 
@@ -855,10 +860,13 @@ def main() -> None:
     options, flags = make_parser().parse_known_args()
     check_options(options)
     measured = None if options.rates is None else read_rates(options.rates)
-    if measured is not None:  # its times hold for its own micro-batch and ZeRO stage alone
-        options.tokens_per_micro_batch = measured.tokens_per_micro_batch
-        options.anchors_per_micro_batch = measured.anchors
-        options.zero_stage = measured.zero_stage
+    if measured is not None:  # its times hold for its own micro-batch, ZeRO stage and tensor parallelism alone
+        own = {"tokens_per_micro_batch": measured.tokens_per_micro_batch, "anchors_per_micro_batch": measured.anchors,
+               "zero_stage": measured.zero_stage, "target_tp": measured.tp}  # fmt: skip
+        for name, value in own.items():
+            if getattr(options, name) not in (None, value):
+                raise UserError(f"--{name.replace('_', '-')}: the times of --rates are of {value}")
+            setattr(options, name, value)
     args = pipeline.parse_arguments([*(measured.flags if measured else ()), *flags])
     pipeline.choose_target(args.target)
     planning = Planning(options, args, measured)

@@ -446,6 +446,8 @@ def main() -> None:
         raise UserError("--target-ranks and --drafter-ranks must be at least 1")
     check_names()
     args, ranks = pipeline.parse_arguments(flags), options.target_ranks + options.drafter_ranks
+    if args.pipeline.target_tp > 1:
+        raise UserError("--target-tp: only targets of one rank are traced")
     per_step = options.drafter_ranks * args.optimization.gradient_accumulation_steps
     ahead = options.target_ranks * (2 * args.pipeline.prefetch_depth + 3)  # how far targets may be, in micro-batches
     last_step = end + math.ceil(ahead / per_step)

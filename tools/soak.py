@@ -33,6 +33,7 @@ import torch
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import train_dflash_pipeline as pipeline
 from check_pipeline_equiv import Run
 
 # Sleeps of 0 to `longest` ms, mostly short ones, drawn from (seed, rank); on CUDA as often on the stream in use.
@@ -73,15 +74,16 @@ def write_data(path: Path, draw: random.Random, rows: int) -> Path:
     return path
 
 
-def draw_flags(draw: random.Random, folder: Path) -> list[str]:
-    """Flags of one configuration, the same for all its runs."""
+def draw_flags(draw: random.Random, folder: Path, device: str) -> list[str]:
+    """Flags of one configuration, the same for all its runs. On CUDA slots come in whole tiles."""
     block, layers = draw.choice([2, 4, 8, 16]), draw.randint(1, 3)
+    anchors = pipeline.TILE // block if device == "cuda" else 1
     flags = {
         "target": "toy",
         "train-data": write_data(folder / "train.jsonl", draw, rows=draw.choice([20, 60, 200])),
         "tokens-per-micro-batch": draw.choice([128, 256, 512]),
         "max-document-tokens": 128,
-        "anchors-per-micro-batch": draw.choice([1, 3, 8, 32]),
+        "anchors-per-micro-batch": draw.choice([1, 3, 8, 32]) * anchors,
         "block-size": block,
         "num-fc-layers": draw.randint(1, 4),
         "num-draft-layers": layers,
@@ -99,13 +101,13 @@ def draw_flags(draw: random.Random, folder: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def draw_case(seed: int, folder: Path, variants: int, max_ranks: tuple[int, int]):
+def draw_case(seed: int, folder: Path, variants: int, max_ranks: tuple[int, int], device: str):
     """(flags of all runs, the plain run and its variants, the further flags of each run).
 
     max_ranks: of targets and of drafters.
     """
     draw = random.Random(f"case {seed}")
-    flags, drafters = draw_flags(draw, folder), draw.randint(1, max_ranks[1])
+    flags, drafters = draw_flags(draw, folder, device), draw.randint(1, max_ranks[1])
     runs, own_flags = [Run(1, drafters, asynchronous=False, split=False)], [[]]
     for variant in range(variants):
         delays = {"share": draw.choice([0.1, 0.3, 1.0]), "longest": draw.choice([2, 10, 50])}
@@ -119,7 +121,7 @@ def draw_case(seed: int, folder: Path, variants: int, max_ranks: tuple[int, int]
 
 def run_case(seed: int, folder: Path, args, passed_on: list[str], max_ranks: tuple[int, int], say):
     """Run one case; returns (runs compared, steps compared, differences and failures)."""
-    flags, runs, own_flags = draw_case(seed, folder, args.variants, max_ranks)
+    flags, runs, own_flags = draw_case(seed, folder, args.variants, max_ranks, args.device)
     flags = [*flags, f"--device={args.device}", f"--max-steps={args.steps}"]
     compared = steps = bad = 0
     for number, (run, own) in enumerate(zip(runs, own_flags)):
@@ -166,7 +168,8 @@ def main() -> int:
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     args, passed_on = parser.parse_args(argv[:cut]), argv[cut + 1 :]
-    if min(args.variants, args.steps, args.runs or 1) < 1 or (args.minutes or 1) <= 0:
+    given = [x for x in (args.variants, args.steps, args.runs, args.minutes) if x is not None]
+    if min(given) <= 0:
         parser.error("--runs, --variants, --steps and --minutes must be above 0")
     if args.keep and args.keep.exists():
         parser.error(f"--keep {args.keep} exists already")
