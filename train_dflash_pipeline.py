@@ -34,7 +34,6 @@ import faulthandler
 import functools
 import gzip
 import hashlib
-import heapq
 import importlib.metadata
 import inspect
 import ipaddress
@@ -55,7 +54,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -68,8 +67,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent
 DEMO_TARGET = REPOSITORY / "models" / "SmolLM2-135M-Instruct"  # made by tools/prepare_demo_target.py
@@ -87,6 +90,50 @@ class UserError(Exception):
 
 class NonFiniteError(RuntimeError):
     """A number that is not finite, or too many of them in a row: a message of one line that says where."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = str(error).strip().split("\n", 1)[0]
+    return text if isinstance(error, (UserError, NonFiniteError)) else f"{type(error).__name__}: {text}"
+
+
+class DamagedFile(Exception):
+    """What is wrong with a checkpoint or another folder or file that a run is given, in words."""
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Optional[dict[str, str]] = None) -> None:
+    """A safetensors file with the rights of any new file: `save_file` alone hides it from other users."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
+def read_json_object(path: Path) -> dict:
+    """The object in a JSON file. Raises DamagedFile."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedFile(f"{path.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path.name} cannot be read ({first_line(error)})") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path.name} holds no JSON object")
+    return value
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file, or the names in a folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ======================================================================================================================
@@ -310,9 +357,7 @@ class Arguments:
         return {k: v for group in dataclasses.fields(self) for k, v in vars(getattr(self, group.name)).items()}
 
 
-ARGUMENT_GROUPS = (
-    TargetArguments, DrafterArguments, DataArguments, OptimizationArguments, PipelineArguments, RunArguments,
-)  # fmt: skip
+ARGUMENT_GROUPS = [group.type for group in dataclasses.fields(Arguments)]
 
 
 def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
@@ -327,7 +372,7 @@ def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
             raise UserError(f"{message} (--help lists the flags)")
 
     parser = Parser(
-        list(ARGUMENT_GROUPS), description=__doc__.split("\n", 1)[0], prog="train_dflash_pipeline.py", allow_abbrev=False
+        ARGUMENT_GROUPS, description=__doc__.split("\n", 1)[0], prog="train_dflash_pipeline.py", allow_abbrev=False
     )
     parser.add_argument("--config", help="YAML file of flag defaults, one `key: value` a flag.")
     argv = sys.argv[1:] if argv is None else argv
@@ -352,8 +397,6 @@ def parse_arguments(argv: Optional[list[str]] = None) -> Arguments:
 
 def read_yaml_flags(path: str) -> list[str]:
     """A YAML file as flags, so that its values are checked as flags are; its keys may use hyphens or underscores."""
-    import yaml
-
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -395,6 +438,7 @@ def check_arguments(args: Arguments) -> None:
         ("--sliding-window", drafter.sliding_window, 1),
         ("--tokens-per-micro-batch", data.tokens_per_micro_batch, 2),
         ("--anchors-per-micro-batch", data.anchors_per_micro_batch, 1),
+        ("--max-document-tokens", data.max_document_tokens, 2),
         ("--noise-std", data.noise_std, 0),
         ("--seed", data.seed, 0),
         ("--learning-rate", optim.learning_rate, 0),
@@ -412,7 +456,7 @@ def check_arguments(args: Arguments) -> None:
         ("--max-skips", run.max_skips, 1),
     ]
     for flag, value, least in at_least:
-        if not least <= value < math.inf:  # so NaN is refused too
+        if value is not None and not least <= value < math.inf:  # so NaN is refused too
             raise UserError(f"{flag} {value}: must be at least {least}")
     for flag, value in (("--loss-gamma", data.loss_gamma), ("--num-epochs", optim.num_epochs)):
         if value is not None and not 0 < value < math.inf:
@@ -433,15 +477,13 @@ def check_arguments(args: Arguments) -> None:
         raise UserError(f"--num-full-attention-layers {full}: the drafter has {drafter.num_draft_layers} layers")
     if pipe.num_target_ranks not in ("auto", "measure") and not pipe.num_target_ranks.isdecimal():
         raise UserError(f"--num-target-ranks {pipe.num_target_ranks}: a number, auto or measure")
-    if data.max_document_tokens is not None and data.max_document_tokens < 2:
-        raise UserError(f"--max-document-tokens {data.max_document_tokens}: must be at least 2")
     if (data.max_document_tokens or 0) > data.tokens_per_micro_batch:
         raise UserError("--max-document-tokens must not exceed --tokens-per-micro-batch: a document is never cut")
     for flag, paths in (("--train-data", data.train_data), ("--eval-data", data.eval_data)):
         for path in paths or []:
             if not Path(path).is_file():
                 raise UserError(f"{flag} {path}: no such file")
-        is_prepared(paths or [])
+        is_prepared(paths or [])  # raises where one stands among other files
     parse_template_kwargs(data.chat_template_kwargs)
     parse_fault(pipe.inject_fault)
     if not Path(optim.deepspeed).is_file():
@@ -511,10 +553,6 @@ class Topology:
     def role_rank(self) -> int:
         return self.ranks_of[self.role].index(self.rank)
 
-    @property
-    def role_size(self) -> int:
-        return len(self.ranks_of[self.role])
-
     def global_rank(self, role: str, role_rank: int) -> int:
         return self.ranks_of[role][role_rank]
 
@@ -534,7 +572,7 @@ class Topology:
         """(name, rank, size) of the process group that is this rank's torch world: its role, or the ranks of its target
         where that is sharded, since transformers shards over the whole world."""
         if self.role == "drafter" or self.target_tp == 1:
-            return self.role, self.role_rank, self.role_size
+            return self.role, self.role_rank, len(self.ranks_of[self.role])
         return f"target{self.target}", self.rank - self.global_rank("target", self.target), self.target_tp
 
     def node_of(self, role: str, role_rank: int) -> int:
@@ -563,17 +601,15 @@ class Topology:
         able = {node: len(targets[node]) * num_drafters for node in {*homes, *targets}}
         wanted = {node: homes.count(node) * num_targets for node in able}
         spare = {node: able[node] - wanted[node] for node in sorted(able) if able[node] > wanted[node]}
-        helpers = [(1 / share, node, 1) for node, share in spare.items()]  # when each is due, in units of the surplus
-        heapq.heapify(helpers)
-        table, asked, given = [], Counter(), Counter()
+        table, asked, given, helped = [], Counter(), Counter(), Counter()
         for m in range(math.lcm(num_targets, num_drafters)):
             node = homes[m % num_drafters]
             asked[node] += 1
             if able[node] < wanted[node]:  # so often evenly: of `wanted` micro-batches `able` stay
                 stays = asked[node] * able[node] // wanted[node] > (asked[node] - 1) * able[node] // wanted[node]
                 if not stays:
-                    _, node, count = heapq.heappop(helpers)
-                    heapq.heappush(helpers, ((count + 1) / spare[node], node, count + 1))
+                    node = min(spare, key=lambda other: ((helped[other] + 1) / spare[other], other))  # the next one due
+                    helped[node] += 1
             table.append(targets[node][given[node] % len(targets[node])])
             given[node] += 1
         return table
@@ -596,9 +632,8 @@ class Topology:
 
     def crossing_share(self) -> float:
         """The share of micro-batches whose target and drafter live on different nodes."""
-        met = Counter((target, self.drafter_of(m)) for m, target in enumerate(self.target_table))
-        cross = sum(n for (t, d), n in met.items() if self.node_of("target", t) != self.node_of("drafter", d))
-        return cross / len(self.target_table)
+        homes = [self.node_of("drafter", self.drafter_of(m)) for m in range(len(self.target_table))]
+        return sum(self.node_of("target", t) != home for t, home in zip(self.target_table, homes)) / len(homes)
 
     def of(self, rank: int) -> "Topology":
         """The same, seen from another rank."""
@@ -719,14 +754,11 @@ def choose_gloo_interface(addresses: list[str]) -> None:
     """
     import psutil
 
-    def is_loopback(address: str) -> bool:
-        return ipaddress.ip_address(address.split("%")[0]).is_loopback
-
-    others = [address for address in addresses if not is_loopback(address)]
+    others = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if "GLOO_SOCKET_IFNAME" in os.environ or not others:
         return
     with contextlib.suppress(OSError):  # a name that leads nowhere
-        if not is_loopback(socket.getaddrinfo(socket.gethostname(), None)[0][4][0]):
+        if not ipaddress.ip_address(socket.getaddrinfo(socket.gethostname(), None)[0][4][0]).is_loopback:
             return
     own = {each.address.split("%")[0]: name for name, some in psutil.net_if_addrs().items() for each in some}
     # towards the host of the rendezvous, or, on that one, whose own way there may be the loopback, towards another
@@ -769,19 +801,12 @@ class TransportError(RuntimeError):
     """A message that is late, out of order or not what was announced."""
 
 
-def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    text = str(error).strip().split("\n", 1)[0]
-    return text if isinstance(error, (UserError, NonFiniteError)) else f"{type(error).__name__}: {text}"
-
-
-def open_store(topology: Topology, timeout_s: float) -> tuple[dist.Store, dist.Store]:
+def open_store(topology: Topology, limit: timedelta) -> tuple[dist.Store, dist.Store]:
     """Two connections to torchrun's rendezvous store: the second one stays free while the first waits for a key.
 
     The store outlives a restart of the workers by `torchrun --max-restarts`, so every key carries the attempt's number.
     """
-    limit = timedelta(seconds=max(timeout_s, SILENT_S))
-    first, _, _ = next(iter(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=limit)))
+    first, _, _ = next(dist.rendezvous("env://", topology.rank, topology.world_size, timeout=limit))
     return dist.PrefixStore(attempt(), first), store_client(limit)
 
 
@@ -912,10 +937,8 @@ class FailureBoard:
         return stages.pop(threading.main_thread().name), next(iter(stages.values()), None)
 
     def _publish(self) -> None:
-        state = self.state()
-        sign = {"number": next(self.number), "what": state.what, "awaits": list(state.awaits), "rounds": state.rounds,
-                "may_last": state.may_last, "pid": os.getpid(), "agent": agent_of_this_host()}  # fmt: skip
-        self.store.set(f"life/{self.topology.rank}", json.dumps(sign))
+        sign = {"number": next(self.number), "pid": os.getpid(), "agent": agent_of_this_host()}
+        self.store.set(f"life/{self.topology.rank}", json.dumps(sign | dataclasses.asdict(self.state())))
 
     # What it sees of others
 
@@ -1024,16 +1047,16 @@ class FailureBoard:
         thread = threading.Thread(target=settle, daemon=True)  # the store may be gone, or not answer
         thread.start()
         thread.join(ASLEEP_ROUNDS * ROUND_S + 10)
-        self.ending.acquire()
+        self.ending.acquire()  # from here on no thread of the board ends this process
         return settled[0] if settled else f"{cause}; no answer from the rendezvous store {self._store_address()}"
 
     def _first_hand(self, cause: str) -> Optional[str]:
         """The failure that another rank reports within a few seconds, or who falls silent meanwhile."""
-        signs, ranks = LifeSigns(self.store), [r for r in range(self.topology.world_size) if r != self.topology.rank]
+        signs = LifeSigns(self.store)
         for _ in range(ASLEEP_ROUNDS):
             if self.store.check(["failure"]):
                 return self.store.get("failure").decode()
-            seen = {rank: signs.look(rank) for rank in ranks}
+            seen = {rank: signs.look(rank) for rank in self.topology.others()}
             time.sleep(ROUND_S)
         gone = [self.describe(rank, sign) for rank, (sign, unchanged) in seen.items() if unchanged >= ASLEEP_ROUNDS - 1]
         return f"gone without a word: {gone[0]}; noticed by {cause}" if gone else None
@@ -1093,10 +1116,10 @@ class Fabric:
 
     def __init__(self, topology: Topology, device: torch.device, shares_gpus: bool, store, board: FailureBoard):
         self.topology, self.device, self.shares_gpus = topology, device, shares_gpus
-        self.store, self.board, self.timeout = store, board, GROUP_TIMEOUT
+        self.store, self.board = store, board
         self.world = self.role_control = None
         self.links: dict[int, Link] = {}  # by the peer's rank within its role
-        self.token = 0  # of this run: frames without it are refused
+        self.token = 0  # of this run: headers and credits without it are refused
 
     def meet(self, place: str) -> None:
         """Wait, without limit, until every rank has come here."""
@@ -1112,7 +1135,7 @@ class Fabric:
         self.token = int(self.store.get("token"))
 
     def connect(self) -> None:
-        """Make every group that the run will use, in one fixed order, so that nothing is made lazily later."""
+        """Make the links and the role's groups, in one fixed order. (DeepSpeed's follow: see `drafter_group`.)"""
         topology, device = self.topology, self.device
         self.introduce()
         self.board.now("connecting to the other ranks", topology.others())
@@ -1126,7 +1149,7 @@ class Fabric:
             store=dist.PrefixStore(f"role/{group}", self.store),
             rank=rank,
             world_size=size,
-            timeout=self.timeout,
+            timeout=GROUP_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
         self.role_control = self._gloo(f"role/{group}/control", rank, size)
@@ -1145,7 +1168,7 @@ class Fabric:
         """On the interfaces that GLOO_SOCKET_IFNAME lists (see `choose_gloo_interface`), else on that of the host's
         name, as torch's own groups."""
         try:
-            return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=self.timeout)
+            return dist.ProcessGroupGloo(dist.PrefixStore(key, self.store), rank, size, timeout=GROUP_TIMEOUT)
         except RuntimeError as error:
             hint = "where hosts have several networks, GLOO_SOCKET_IFNAME names the interface to use"
             raise TransportError(f"cannot connect ({key}): {first_line(error)}; {hint}") from None
@@ -1155,7 +1178,7 @@ class Fabric:
         if self.device.type == "cpu" or self.shares_gpus:  # NCCL refuses two ranks on one GPU
             return self._gloo(key, side, 2)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
+        options._timeout = GROUP_TIMEOUT
         group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self.store), side, 2, options)
         probe = torch.zeros(1, device=self.device)
         (group.send([probe], 1, 0) if side == 0 else group.recv([probe], 0, 0)).wait()
@@ -1296,7 +1319,7 @@ EMPTY_THINK = r"(\s*<think>\s*</think>\s*)?"  # some templates write it before a
 PROBE = "PROBE-7f3a"  # an answer that no template writes by itself
 BESIDE_CONTENT = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # what else a model may write in a turn
 GENERATION_TAG = r"\{%-?\s*generation\s*-?%\}"  # marks, in some templates, what the model writes
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # others are called alike in both formats
 TEMPLATE_ARGUMENTS = {"messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize",
                       "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}  # fmt: skip
 DOCUMENT_ARRAYS = ("token_ids", "loss_mask", "offsets", "rows")
@@ -1533,7 +1556,7 @@ class ChatTokenizer:
             "--chat-template-kwargs": self.template_kwargs,
             "--max-document-tokens": self.max_tokens,
             "--cut-off-answers": self.cut_off_answers,
-            "layout": 4,
+            "layout": 4,  # counted up when the same text becomes other documents
         }
 
     def documents(self, row: dict) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
@@ -1694,8 +1717,6 @@ def tokenise_rows(paths: list[str], chat: ChatTokenizer, show_progress: bool,
 
     parts: what `tokenise_lines` makes of consecutive chunks of the files, where other processes do that.
     """
-    from tqdm import tqdm
-
     kept, dropped, num_rows = ([], [], [], []), Counter(), 0
     total = sum(1 for _ in read_lines(paths)) if show_progress else None
     with tqdm(total=total, desc="tokenising", unit=" rows", disable=not show_progress, leave=False) as bar:
@@ -1728,8 +1749,7 @@ def write_documents(documents: Documents, path: Path, text: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.environ.get('GROUP_RANK', '0')}.partial")  # hosts may share the folder
     write_tensors(partial, arrays, {"documents": json.dumps(about)})
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
+    sync_to_disk(partial)
     partial.replace(path)
 
 
@@ -1738,8 +1758,6 @@ def open_documents(path: str | Path) -> tuple[Documents, dict]:
 
     The arrays are mapped into memory, not read: all processes of a host share them. Raises UserError for another file.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["documents"])
@@ -1856,7 +1874,7 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], 
 
 def random_stream(*key: int) -> np.random.Generator:
     """A generator that depends on its key alone, so that no state is ever carried or saved."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    return np.random.Generator(np.random.Philox(key))
 
 
 EPOCH_STREAM, ANCHOR_STREAM, NOISE_STREAM, HELD_OUT_STREAM = 1, 2, 3, 4
@@ -1868,7 +1886,7 @@ def pack_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, open_pac
     First fit over the last `open_packs` open packs: with documents of mixed lengths the packs are nearly full.
     """
     order = random_stream(seed, EPOCH_STREAM, epoch).random(len(lengths)).argsort(kind="stable")
-    packs, room, open_ids = [], [], []
+    packs, room, open_ids = [], [], deque(maxlen=open_packs)
     for document in order.tolist():
         length = int(lengths[document])
         place = next((p for p in open_ids if room[p] >= length), None)
@@ -1876,7 +1894,7 @@ def pack_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, open_pac
             place = len(packs)
             packs.append([])
             room.append(budget)
-            open_ids = open_ids[1 - open_packs :] + [place] if open_packs > 1 else [place]
+            open_ids.append(place)  # the oldest one leaves
         packs[place].append(document)
         room[place] -= length
     return [np.array(pack) for pack in packs]
@@ -1941,7 +1959,8 @@ class Planner:
         self.total_steps = args.optimization.max_steps
         self.epoch_starts = [0]  # epoch_starts[e]: number of the first training pack of epoch e
         self.plan = functools.lru_cache(maxsize=4 * self.micro_batches_per_step)(self._plan)
-        self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
+        packs_of = functools.partial(pack_epoch, documents.lengths, self.tokens, self.data.seed)
+        self.epoch = functools.lru_cache(maxsize=2)(packs_of)
         if (epochs := args.optimization.num_epochs) is not None:
             whole = sum(len(self.epoch(e)) for e in range(int(epochs)))
             part = round((epochs % 1) * len(self.epoch(int(epochs)))) if epochs % 1 else 0
@@ -1950,9 +1969,6 @@ class Planner:
         # every drafter takes part in an evaluation with the same number of micro-batches, the last ones perhaps empty
         self.eval_micro_batches = -(-len(self.held_out_packs) // num_drafters) * num_drafters
 
-    def _epoch(self, epoch: int) -> list[np.ndarray]:
-        return pack_epoch(self.documents.lengths, self.tokens, self.data.seed, epoch)
-
     def first_m(self, step: int) -> int:
         """Number of the first micro-batch of a step: after those of all earlier steps and evaluations."""
         return step * self.micro_batches_per_step + step // self.data.eval_every * self.eval_micro_batches
@@ -1960,7 +1976,7 @@ class Planner:
     @functools.cached_property
     def end_m(self) -> int:
         """One past the run's last micro-batch."""
-        return max(self.first_m(self.total_steps), self.evaluation_after(self.total_steps).stop)
+        return self.evaluation_after(self.total_steps).stop  # without held-out documents: that of an empty range there
 
     def micro_batches(self, step: int) -> range:
         """The numbers that optimizer step `step` consumes."""
@@ -2049,10 +2065,6 @@ class Planner:
         counts = np.logical_and.accumulate(counts, axis=1)
         counts[num_anchors:] = False
         return token_ids[rows], (counts * self.slot_weights).astype(np.float32)
-
-    def weight(self, numbers: range) -> float:
-        """Sum of loss weights over a step's (or evaluation's) micro-batches: the divisor of its loss, known in advance."""
-        return sum(self.plan(m).weight_sum for m in numbers)
 
 
 # ======================================================================================================================
@@ -2338,7 +2350,6 @@ def read_ends(files: dict[str, Path], tied: bool, norm_names: list[str], target:
 
 def safetensors_index(target: str) -> dict[str, Path]:
     """Tensor name -> safetensors file, of a local folder or a hub id."""
-    from safetensors import safe_open
     from transformers.utils import cached_file
 
     def find(name: str) -> Optional[str]:
@@ -2370,7 +2381,6 @@ def target_hashes(target: str) -> dict[str, str]:
     weights_sha256 covers names, dtypes and shapes of all tensors and the values of its vectors (norms, biases): cheap
     at any size, and different after a fine-tune.
     """
-    from safetensors import safe_open
     from transformers.utils import cached_file
 
     config, digest = Path(cached_file(target, "config.json")).read_bytes(), hashlib.sha256()
@@ -2385,8 +2395,6 @@ def target_hashes(target: str) -> dict[str, str]:
 
 
 def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
-    from safetensors import safe_open
-
     if key not in files:
         raise UserError(f"{target}: tensor {key} is missing")
     with safe_open(files[key], "pt") as file:
@@ -2396,6 +2404,67 @@ def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
 # ======================================================================================================================
 # 6. Capture. In: a forward pass over some documents. Out: rows of real tokens, packed, with or without noise.
 # ======================================================================================================================
+
+
+class Span:
+    """Time of one stage, from construction to `end()`: by CUDA events on the current stream, else by the host clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks = [self._mark()]
+
+    def _mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self) -> "Span":
+        self.marks.append(self._mark())
+        return self
+
+    def wait(self) -> None:
+        """Make the current stream wait for the end of the stage."""
+        if self.cuda:
+            torch.cuda.current_stream().wait_event(self.marks[1])
+
+    def ms(self) -> float:
+        """Milliseconds; waits for the stage to be over."""
+        if not self.cuda:
+            return (self.marks[1] - self.marks[0]) * 1e3
+        self.marks[1].synchronize()
+        return self.marks[0].elapsed_time(self.marks[1])
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting: through pinned memory, which the allocator keeps until the copy is done."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor):
+    """(a copy on the host, the CUDA event that says when it has arrived, or None): enqueued, without waiting."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    host, ready = torch.empty_like(tensor, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(tensor, non_blocking=True)
+    ready.record()
+    return host, ready
+
+
+# Inductor else chooses kernels by timing them, each process for itself, and sums and contractions round as the chosen ones
+# do: of 9 runs of one configuration on an H200 (torch 2.11), 4 rounded otherwise; with these options, 14 of 14 runs were
+# equal in every gradient of 40 steps. They go with each compilation, since Dynamo sets a global `deterministic` back after
+# every frame.
+UNTIMED_KERNELS = {"deterministic": True, "triton.autotune_pointwise": False}
+
+
+def compile_repeatably(function, dynamic: bool = False, **options):
+    """The function, compiled; its kernels round alike in every run and on every rank."""
+    return torch.compile(function, dynamic=dynamic, options=UNTIMED_KERNELS, **options)
+
+
+compiled_once = functools.cache(compile_repeatably)  # for module-level functions: the same compiled one at each call
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -2452,10 +2521,7 @@ class HookCapture:
         """
         if missing := [i for i in self._wanted() if i not in self.captured]:
             raise RuntimeError(f"layers {missing} did not fire in the forward pass")
-        shot = HookCapture.__new__(HookCapture)
-        shot.fc_layer_ids, shot.verifier_last_layer = self.fc_layer_ids, self.verifier_last_layer
-        shot.captured, self.captured = self.captured, {}
-        shot.end_to_end = self.end_to_end
+        shot, self.captured = copy.copy(self), {}
         return shot
 
     def remove(self) -> None:
@@ -2571,67 +2637,6 @@ def add_noise_(hidden: Tensor, std: float, seed: int) -> Tensor:
         generator = torch.Generator(hidden.device).manual_seed(seed)
         hidden.add_(torch.randn(hidden.shape, generator=generator, device=hidden.device, dtype=hidden.dtype), alpha=std)
     return hidden
-
-
-class Span:
-    """Time of one stage, from construction to `end()`: by CUDA events on the current stream, else by the host clock."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self.marks = [self._mark()]
-
-    def _mark(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def end(self) -> "Span":
-        self.marks.append(self._mark())
-        return self
-
-    def wait(self) -> None:
-        """Make the current stream wait for the end of the stage."""
-        if self.cuda:
-            torch.cuda.current_stream().wait_event(self.marks[1])
-
-    def ms(self) -> float:
-        """Milliseconds; waits for the stage to be over."""
-        if not self.cuda:
-            return (self.marks[1] - self.marks[0]) * 1e3
-        self.marks[1].synchronize()
-        return self.marks[0].elapsed_time(self.marks[1])
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without waiting: through pinned memory, which the allocator keeps until the copy is done."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-# Inductor else chooses kernels by timing them, each process for itself, and sums and contractions round as the chosen ones
-# do: of 9 runs of one configuration on an H200 (torch 2.11), 4 rounded otherwise; with these options, 14 of 14 runs were
-# equal in every gradient of 40 steps. They go with each compilation, since Dynamo sets a global `deterministic` back after
-# every frame.
-UNTIMED_KERNELS = {"deterministic": True, "triton.autotune_pointwise": False}
-
-
-def compile_repeatably(code, dynamic: bool = False, **options):
-    """A compiled function, or a module compiled in place; its kernels round alike in every run and on every rank."""
-    if isinstance(code, nn.Module):
-        code.compile(dynamic=dynamic, options=UNTIMED_KERNELS, **options)
-        return code
-    return torch.compile(code, dynamic=dynamic, options=UNTIMED_KERNELS, **options)
-
-
-def to_host(tensor: Tensor):
-    """(a copy on the host, the CUDA event that says when it has arrived, or None): enqueued, without waiting."""
-    if tensor.device.type == "cpu":
-        return tensor, None
-    host, ready = torch.empty_like(tensor, device="cpu", pin_memory=True), torch.cuda.Event()
-    host.copy_(tensor, non_blocking=True)
-    ready.record()
-    return host, ready
 
 
 # ======================================================================================================================
@@ -2858,26 +2863,25 @@ class FaultInjector:
     """
 
     def __init__(self, args: PipelineArguments, topology: Topology):
-        self.fault, self.timeout_s = parse_fault(args.inject_fault), args.transport_timeout
-        if self.fault is None:
+        self.kind, self.m, self.timeout_s = None, -1, args.transport_timeout
+        if (fault := parse_fault(args.inject_fault)) is None:
             return
-        self.kind, self.m, rank = self.fault
-        numbers = {"target": topology.target_of(self.m), "drafter": topology.drafter_of(self.m)}
-        meets = {role: topology.global_rank(role, number) for role, number in numbers.items()}
-        can = [meets[role] for role in FAULTS[self.kind]]
+        kind, m, rank = fault
+        numbers = {"target": topology.target_of(m), "drafter": topology.drafter_of(m)}
+        can = [topology.global_rank(role, numbers[role]) for role in FAULTS[kind]]
         if rank is not None and rank not in can:
             ranks = " or ".join(map(str, sorted(can)))
             raise UserError(f"--inject-fault {args.inject_fault}: on this run it can strike rank {ranks}")
-        if topology.rank != (can[0] if rank is None else rank):
-            self.fault = None
+        if topology.rank == (can[0] if rank is None else rank):  # on all others: no kind, which is never due
+            self.kind, self.m = kind, m
 
     def check_end(self, end_m: int) -> None:
         """Raise UserError where the run ends before the fault strikes."""
-        if self.fault is not None and self.m >= end_m:
+        if self.m >= end_m:
             raise UserError(f"--inject-fault {self.kind}@{self.m}: the run ends with micro-batch {end_m - 1}")
 
     def due(self, kind: str, m: int) -> bool:
-        return self.fault is not None and (self.kind, self.m) == (kind, m)
+        return (self.kind, self.m) == (kind, m)
 
     def before_forward(self, m: int, device: torch.device) -> None:
         """On either role, before it works on m: stall, die or oom."""
@@ -2925,8 +2929,8 @@ class FaultInjector:
 
     def before_save(self, last_m: int) -> None:
         """slow-save: the first save after m."""
-        if self.fault is not None and self.kind == "slow-save" and last_m >= self.m:
-            self.fault = None
+        if self.kind == "slow-save" and last_m >= self.m:
+            self.kind = None
             time.sleep(1.5 * self.timeout_s)
 
 
@@ -3005,8 +3009,7 @@ class Slot:
         self.last = torch.zeros(tokens * hidden_size, dtype=dtype, device=device) if with_last else None
         self.in_use = torch.cuda.Event() if torch.device(device).type == "cuda" else None  # the owner's last kernel
         whole = self.messages(tokens) if staged else []
-        pinned = self.in_use is not None
-        self.host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in whole]
+        self.host = [torch.empty_like(part, device="cpu", pin_memory=self.in_use is not None) for part in whole]
 
     def payload(self, n: int) -> list[Tensor]:
         """The memory that n tokens fill: the captured layers' and, where wanted, verifier_last's."""
@@ -3314,11 +3317,7 @@ class HiddenStateReceiver:
         """Answer what targets still announce with STOP, until all their streams are over."""
         self.stopping.set()
         self.ring.close()
-        if self.thread is not None:
-            self.thread.join()
-        else:
-            while len(self.ended) < len(self.fabric.links):
-                self._exchange()
+        self._run() if self.thread is None else self.thread.join()
         if self.ring.error:
             raise self.ring.error
 
@@ -3637,7 +3636,6 @@ class TargetRunner:
             return "it computes something else then"
         return None
 
-    @torch.no_grad()
     def _trial(self, windows: Optional[list] = None, first_token: int = 0) -> Tensor:
         """What is captured of two documents of 24 and 8 tokens, [32, K*H]: packed if `windows`, else padded."""
         lengths = np.array([24, 8])
@@ -3663,7 +3661,6 @@ class TargetRunner:
         if m < planner.end_m:
             self.forward(planner.plan(m))
 
-    @torch.no_grad()
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
         """Run the documents of a plan: all in one row, or padded within buckets of similar length."""
         if self.packed:
@@ -3755,10 +3752,9 @@ def run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested
         with fabric.board.doing(f"waiting for a free slot for micro-batch {m}", HELPER):
             slot = ring.acquire("filling")
         sender.submit(sender.send, SendJob(plan, shots, slot, forward, (time.perf_counter() - started) * 1e3))
-    for end in topology.micro_batches_of(topology.role_rank, m):  # every drafter, in the order in which they await it
-        if end >= m + len(topology.target_table):
-            break
-        sender.submit(sender.end_stream, end)
+    for end in range(m, m + len(topology.target_table)):  # every drafter, in the order in which they await it
+        if topology.target_of(end) == topology.role_rank:
+            sender.submit(sender.end_stream, end)
     fabric.board.now("sending what is left", HELPER)
     sender.finish()
 
@@ -4011,24 +4007,11 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, 1, head_dim] each, of positions [T]; angles in fp32."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions.float()[:, None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of [T, heads, head_dim], halves rotated against each other."""
     cos, sin = rope
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
-
-
-@functools.cache
-def compiled_flex_attention():
-    return compile_repeatably(flex_attention)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -4040,7 +4023,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if mask is None or isinstance(mask, Tensor):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     else:
-        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_once(flex_attention)
         out = flex(q, k, v, block_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
@@ -4113,7 +4096,12 @@ class DFlashDrafter(nn.Module):
                 nn.init.normal_(module.weight, 0.0, 0.02, generator=generator)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_tables(positions, self.config.head_dim, self.config.rope_theta, self.hidden_norm.weight.dtype)
+        """cos and sin, [T, 1, head_dim] each, of positions [T]; angles in fp32."""
+        c, dtype = self.config, self.hidden_norm.weight.dtype
+        exponents = -torch.arange(0, c.head_dim, 2, device=positions.device, dtype=torch.float32) / c.head_dim
+        angles = positions.float()[:, None] * c.rope_theta**exponents
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def context(self, features: Tensor) -> Tensor:
         """Captured states [N, K*H] -> context rows [N, H]."""
@@ -4325,11 +4313,6 @@ def head_rows(logits: Tensor, target_logits: Optional[Tensor], labels: Tensor, w
 LOSS_CHUNK = 2048  # rows of logits alive at a time: 0.6 GB in bf16 at a vocabulary of 152k
 
 
-@functools.cache
-def compiled_head_rows():
-    return compile_repeatably(head_rows)
-
-
 class FrozenHeadLoss(torch.autograd.Function):
     """Weighted sum of per-row losses against a frozen head, whose gradient is computed in the forward pass by chunks of
     whole blocks: no [R, V] tensor outlives a chunk, and the backward pass is one multiplication. See `head_rows`."""
@@ -4338,7 +4321,7 @@ class FrozenHeadLoss(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, ends: FrozenEnds, labels: Tensor, weights: Tensor, target_states, dpace_alpha):
         """hidden [blocks * (B-1), H], labels int64 and weights fp32 [blocks, B-1], target_states [blocks * (B-1), H] as
         the head reads them, or None -> (loss sum fp32 [], argmax int64 [blocks, B-1])."""
-        head, rows_loss = ends.head_weight, compiled_head_rows() if ends.compiled else head_rows
+        head, rows_loss = ends.head_weight, compiled_once(head_rows) if ends.compiled else head_rows
         grad, total, best = torch.empty_like(hidden), torch.zeros((), device=hidden.device), torch.empty_like(labels)
         blocks, slots = labels.shape
         chunk = math.ceil(blocks / math.ceil(blocks * slots / LOSS_CHUNK))  # blocks; all chunks of one size, or nearly
@@ -4401,10 +4384,8 @@ class DrafterBatch:
         for kind in set(config.layer_types):
             window = config.sliding_window if kind == "sliding_attention" else None
             ranges, num_keys = visibility(plan, block, window), n + slot_ids.size
-            if device.type == "cuda":
-                masks[kind] = block_mask(ranges, num_keys, device)
-            else:
-                masks[kind] = dense_mask(ranges, num_keys)
+            on_gpu = device.type == "cuda"
+            masks[kind] = block_mask(ranges, num_keys, device) if on_gpu else dense_mask(ranges, num_keys)
         arrays = (plan.position_ids, slot_ids.ravel(), positions.ravel(), plan.labels[:, 1:].copy(),
                   plan.weights[:, 1:].copy(), verifier_rows.ravel())  # fmt: skip
         context, ids, positions, labels, weights, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
@@ -4449,93 +4430,6 @@ def micro_batch_loss(model, ends: FrozenEnds, features: Tensor, batch: DrafterBa
 # ======================================================================================================================
 
 
-class DamagedFile(Exception):
-    """What is wrong with a checkpoint or another folder or file that a run is given, in words."""
-
-
-def write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Optional[dict[str, str]] = None) -> None:
-    """A safetensors file with the rights of any new file: `save_file` alone hides it from other users."""
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata)
-    path.chmod(mode)
-
-
-def read_json_object(path: Path) -> dict:
-    """The object in a JSON file. Raises DamagedFile."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DamagedFile(f"{path.name} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path.name} cannot be read ({first_line(error)})") from None
-    if not isinstance(value, dict):
-        raise DamagedFile(f"{path.name} holds no JSON object")
-    return value
-
-
-def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
-    """The DeepSpeed JSON with its 'auto' values filled from the flags. Raises UserError where the two disagree, or
-    where DeepSpeed would train something else than asked for."""
-    path = args.optimization.deepspeed
-    try:
-        config = read_json_object(Path(path))
-    except DamagedFile as error:
-        raise UserError(f"--deepspeed {path}: {error}") from None
-    bf16 = device.type == "cuda"
-    values = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": args.optimization.gradient_accumulation_steps,
-        "gradient_clipping": args.optimization.max_grad_norm,
-        "bf16": {"enabled": bf16},
-    }
-    for key, value in values.items():
-        if key in config and config[key] not in ("auto", {"enabled": "auto"}, value):
-            raise UserError(f"--deepspeed {path}: {key} is {config[key]}, the flags say {value}; write \"auto\" there")
-        config[key] = value
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(f"--deepspeed {path}: optimizer and scheduler come from the flags; remove them there")
-    config = without_auto(config)  # what else is "auto" keeps DeepSpeed's default
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    if stage not in (0, 1, 2, 3):
-        raise UserError(f"--deepspeed {path}: zero_optimization needs a stage of 0, 1, 2 or 3")
-    if bf16 and stage == 0:
-        raise UserError("ZeRO 0 in bf16 keeps no exact fp32 masters in DeepSpeed: use stage 1, 2 or 3 on a GPU")
-    if bf16:
-        config["bf16"]["check_grad_overflow"] = True  # a step whose gradient is not finite is left out, by all drafters
-    else:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
-        config = {key: value for key, value in config.items() if key not in ("data_types", "communication_data_type")}
-    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | config
-
-
-def without_auto(config: dict) -> dict:
-    """The same without the keys, at any depth, whose value is "auto"."""
-    return {
-        key: without_auto(value) if isinstance(value, dict) else value for key, value in config.items() if value != "auto"
-    }
-
-
-def drafter_group(timeout: timedelta) -> SimpleNamespace:
-    """What DeepSpeed asks of an `mpu`: the drafters as one data-parallel group that has our time-out, not its own."""
-    together = dist.new_group(timeout=timeout)
-    alone = [dist.new_group([rank], timeout=timeout) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: together,
-        get_data_parallel_rank=dist.get_rank,
-        get_data_parallel_world_size=dist.get_world_size,
-        get_model_parallel_group=lambda: alone,
-        get_model_parallel_rank=lambda: 0,
-        get_model_parallel_world_size=lambda: 1,
-    )
-
-
 def load_plain(path: Path) -> dict:
     """A DeepSpeed file, in fp32 on the CPU and mapped into memory: tensors, plain values and the three classes that
     DeepSpeed itself puts there. Anything else could run code, and is refused with UserError."""
@@ -4552,51 +4446,6 @@ def load_plain(path: Path) -> dict:
         raise UserError(f"{path} holds more than tensors and plain values, and is not loaded: {what}") from None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
         raise UserError(f"cannot load {path}: {first_line(error)}") from None
-
-
-def compile_drafter(drafter: DFlashDrafter, ends: FrozenEnds) -> None:
-    """Compile what a micro-batch runs: the drafter in its parts, and the loss over the head."""
-    for module in (drafter.hidden_norm, *drafter.layers, drafter.norm):
-        compile_repeatably(module)
-    ends.compiled = True
-
-
-def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabric: Fabric):
-    """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
-    # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
-    if "TORCH_CUDA_ARCH_LIST" in os.environ:
-        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d)[a-z]", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
-    if fabric.device.type == "cpu":  # else DeepSpeed takes a GPU wherever there is one
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    deepspeed.utils.logging.logger.setLevel("WARNING")
-    # A shared-memory all-reduce that DeepSpeed would compile with g++ at the first start; gloo does as well here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    optim, device = args.optimization, fabric.device
-    config = load_deepspeed_config(args, device)
-    if dist.get_world_size() == 1:  # nothing to overlap, and DeepSpeed would wait for the device after every backward pass
-        config["zero_optimization"] = config.get("zero_optimization", {}) | {"overlap_comm": False}
-    drafter.to(device, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
-        weight_decay=optim.weight_decay, fused=True,
-    )  # fmt: skip
-    if args.pipeline.compile and device.type == "cuda" and config["zero_optimization"]["stage"] < 3:
-        compile_drafter(drafter, ends)  # under ZeRO 3 the gather hooks would break every graph
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=drafter_group(fabric.timeout)
-        )
-    except (AssertionError, ValueError, TypeError) as error:  # pydantic's is a ValueError
-        raise UserError(f"--deepspeed {optim.deepspeed}: {' '.join(str(error).split())[:300]}") from None
-    # DeepSpeed ends a save with a barrier. `write_files` writes the files after it, so that a rank whose disk is full
-    # reaches it, too. The tensors in `pending` are the live ones.
-    files = engine.checkpoint_engine
-    files.pending = []
-    files.save = lambda state_dict, path: files.pending.append((Path(path), state_dict))
-    files.load = lambda path, map_location=None: load_plain(Path(path))
-    return engine
 
 
 def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, num_drafters: int) -> dict:
@@ -4685,8 +4534,6 @@ def write_files(engine, partial: Path, state: dict, config: DrafterConfig, fabri
 
     Raises OSError on every drafter where one failed, with its reason.
     """
-    from safetensors import SafetensorError
-
     pending, weights = engine.checkpoint_engine.pending, drafter_weights(engine)
     mine, records, fault = [path.relative_to(partial).as_posix() for path, _ in pending], {}, ""
     try:
@@ -4717,8 +4564,6 @@ def write_files(engine, partial: Path, state: dict, config: DrafterConfig, fabri
 
 def file_records(folder: Path, names: list[str], bar: Optional[str] = None) -> dict[str, dict]:
     """{file: {"bytes": size, "sha256": hash}}, several files at a time. `bar`: the text of a progress bar."""
-    from tqdm import tqdm
-
     def record(name: str) -> dict:
         with open(folder / name, "rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -4742,19 +4587,9 @@ def publish(partial: Path, final: Path, keep: int) -> None:
     sync_to_disk(pointer)
     pointer.replace(root / "latest")
     sync_to_disk(root)
-    older = [path for path in step_folders(root) if step_of(path) <= step_of(final)]
-    for old in older[keep:]:
+    for old in [path for path in step_folders(root) if step_of(path) <= step_of(final)][keep:]:
         old.rename(root / f"{old.name}.partial")  # a kill from here on leaves rubbish, not a damaged checkpoint
     remove_leftovers(root)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Return once a file, or the names in a folder, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_leftovers(root: Path) -> list[str]:
@@ -5049,8 +4884,6 @@ def load_drafter(
     folder are left out; every other tensor must be there, and no further one, in the shape the configuration gives.
     Raises UserError.
     """
-    from safetensors import SafetensorError
-
     config = read_drafter_config(folder, num_target_layers)
     try:
         files = safetensors_index(str(folder))
@@ -5135,8 +4968,7 @@ class StepRecord:
     def figures(self) -> dict:
         """Everything as plain numbers, under the names of metrics.jsonl and TensorBoard; None: there is none."""
         ms = {name: sum(span.ms() for span in spans) for name, spans in self.spans.items()}
-        forward_ms = self.target_times.get("forward", 0.0)
-        target_ms = forward_ms + self.target_times.get("wait", 0.0)
+        forward_ms, pack_ms, wait_ms = (self.target_times.get(name, 0.0) for name in ("forward", "pack", "wait"))
         return {
             "step": self.step + 1,
             **self.results[0],
@@ -5147,13 +4979,13 @@ class StepRecord:
             "tokens_per_s": self.tokens / self.wall_s,
             "target_tokens_per_s": self.my_tokens / max(1e-9, forward_ms / 1e3),  # one target rank, computing
             "drafter_tokens_per_s": self.my_tokens / max(1e-9, sum(ms.values()) / 1e3),  # one drafter rank, computing
-            "target_wait_share": self.target_times.get("wait", 0.0) / max(1e-9, target_ms),
+            "target_wait_share": wait_ms / max(1e-9, forward_ms + wait_ms),
             "drafter_wait_share": self.receive_wait_ms / 1e3 / self.wall_s,
             "queue_depth": self.queue_depth,
             "ms": {
                 "target_forward": forward_ms,
-                "pack": self.target_times.get("pack", 0.0),
-                "send_wait": self.target_times.get("wait", 0.0),
+                "pack": pack_ms,
+                "send_wait": wait_ms,
                 "receive_wait": self.receive_wait_ms,
                 **ms,
             },
@@ -5181,7 +5013,6 @@ class Monitor:
 
     def __init__(self, args: Arguments, first_step: int, total_steps: int):
         from torch.utils.tensorboard import SummaryWriter
-        from tqdm import tqdm
 
         folder = Path(args.run.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -5192,8 +5023,7 @@ class Monitor:
         partial.replace(path)
         self.file = path.open("a")
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        settings = "\n".join(f"    {key}: {value}" for key, value in args.flat().items())
-        self.writer.add_text("configuration", settings)
+        self.writer.add_text("configuration", "\n".join(f"    {key}: {value}" for key, value in args.flat().items()))
         self.bar = tqdm(total=total_steps, initial=first_step, desc="training", unit="step", dynamic_ncols=True)
 
     def write(self, record: StepRecord) -> None:
@@ -5338,6 +5168,107 @@ class SplitAdvisor:
 # ======================================================================================================================
 
 
+def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
+    """The DeepSpeed JSON with its 'auto' values filled from the flags. Raises UserError where the two disagree, or
+    where DeepSpeed would train something else than asked for."""
+    path = args.optimization.deepspeed
+    try:
+        config = read_json_object(Path(path))
+    except DamagedFile as error:
+        raise UserError(f"--deepspeed {path}: {error}") from None
+    bf16 = device.type == "cuda"
+    values = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": args.optimization.gradient_accumulation_steps,
+        "gradient_clipping": args.optimization.max_grad_norm,
+        "bf16": {"enabled": bf16},
+    }
+    for key, value in values.items():
+        if key in config and config[key] not in ("auto", {"enabled": "auto"}, value):
+            raise UserError(f"--deepspeed {path}: {key} is {config[key]}, the flags say {value}; write \"auto\" there")
+        config[key] = value
+    if "optimizer" in config or "scheduler" in config:
+        raise UserError(f"--deepspeed {path}: optimizer and scheduler come from the flags; remove them there")
+    config = without_auto(config)  # what else is "auto" keeps DeepSpeed's default
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"--deepspeed {path}: zero_optimization needs a stage of 0, 1, 2 or 3")
+    if bf16 and stage == 0:
+        raise UserError("ZeRO 0 in bf16 keeps no exact fp32 masters in DeepSpeed: use stage 1, 2 or 3 on a GPU")
+    if bf16:
+        config["bf16"]["check_grad_overflow"] = True  # a step whose gradient is not finite is left out, by all drafters
+    else:  # everything is fp32 on the CPU; naming a dtype here would only switch other code paths on
+        config = {key: value for key, value in config.items() if key not in ("data_types", "communication_data_type")}
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | config
+
+
+def without_auto(config: dict) -> dict:
+    """The same without the keys, at any depth, whose value is "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else value for key, value in config.items() if value != "auto"
+    }
+
+
+def drafter_group() -> SimpleNamespace:
+    """What DeepSpeed asks of an `mpu`: the drafters as one data-parallel group that has our time-out, not its own."""
+    together = dist.new_group(timeout=GROUP_TIMEOUT)
+    alone = [dist.new_group([rank], timeout=GROUP_TIMEOUT) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: together,
+        get_data_parallel_rank=dist.get_rank,
+        get_data_parallel_world_size=dist.get_world_size,
+        get_model_parallel_group=lambda: alone,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_world_size=lambda: 1,
+    )
+
+
+def compile_drafter(drafter: DFlashDrafter, ends: FrozenEnds) -> None:
+    """Compile what a micro-batch runs: the drafter in its parts, and the loss over the head."""
+    for module in (drafter.hidden_norm, *drafter.layers, drafter.norm):
+        module.compile(dynamic=False, options=UNTIMED_KERNELS)
+    ends.compiled = True
+
+
+def build_engine(drafter: DFlashDrafter, ends: FrozenEnds, args: Arguments, fabric: Fabric):
+    """The DeepSpeed engine over the drafter, with torch's AdamW, which needs no compiler."""
+    # DeepSpeed 0.19 reads "9.0a" as a number and dies; the plain architecture serves as well.
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d)[a-z]", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
+    if fabric.device.type == "cpu":  # else DeepSpeed takes a GPU wherever there is one
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel("WARNING")
+    # A shared-memory all-reduce that DeepSpeed would compile with g++ at the first start; gloo does as well here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    optim, device = args.optimization, fabric.device
+    config = load_deepspeed_config(args, device)
+    if dist.get_world_size() == 1:  # nothing to overlap, and DeepSpeed would wait for the device after every backward pass
+        config["zero_optimization"] = config.get("zero_optimization", {}) | {"overlap_comm": False}
+    drafter.to(device, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
+        weight_decay=optim.weight_decay, fused=True,
+    )  # fmt: skip
+    if args.pipeline.compile and device.type == "cuda" and config["zero_optimization"]["stage"] < 3:
+        compile_drafter(drafter, ends)  # under ZeRO 3 the gather hooks would break every graph
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=drafter, optimizer=optimizer, config=config, dist_init_required=False, mpu=drafter_group()
+        )
+    except (AssertionError, ValueError, TypeError) as error:  # pydantic's is a ValueError
+        raise UserError(f"--deepspeed {optim.deepspeed}: {' '.join(str(error).split())[:300]}") from None
+    # DeepSpeed ends a save with a barrier. `write_files` writes the files after it, so that a rank whose disk is full
+    # reaches it, too. The tensors in `pending` are the live ones.
+    files = engine.checkpoint_engine
+    files.pending = []
+    files.save = lambda state_dict, path: files.pending.append((Path(path), state_dict))
+    files.load = lambda path, map_location=None: load_plain(Path(path))
+    return engine
+
+
 @dataclass
 class MicroBatch:
     """One micro-batch after the drafter's forward pass."""
@@ -5382,25 +5313,20 @@ class DrafterTrainer:
         self.engine, self.ends, self.receiver, self.config = engine, ends, receiver, config
         self.stop_requested, self.guard, self.faults = stop_requested, guard, faults
         self.ahead: dict[int, DrafterBatch] = {}  # by m: of the next micro-batch
-        self.unsupervised = 0  # micro-batches without any trained slot, so far, on any rank
-        self.skipped_micro_batches = 0  # so far, on any rank
-        self.in_a_row = {"micro-batches": 0, "steps": 0}  # skipped, up to now
+        # from the first step on, on any rank (unsupervised: without any trained slot), and skipped ones up to now
+        self.counts = {"unsupervised_micro_batches": 0, "skipped_micro_batches": 0, "micro-batches in a row": 0,
+                       "steps in a row": 0}  # fmt: skip
         if engine.zero_optimization_stage() < 3:
             guard.drafter_weights = self.own_weights
 
     def counters(self) -> dict[str, int]:
         """What is counted from the first step on, as a checkpoint keeps it: the same on every drafter."""
-        return {
-            "unsupervised_micro_batches": self.unsupervised, "skipped_micro_batches": self.skipped_micro_batches,
-            "skipped_steps": int(self.engine.skipped_steps),
-        } | {f"{what} in a row": count for what, count in self.in_a_row.items()}  # fmt: skip
+        return self.counts | {"skipped_steps": int(self.engine.skipped_steps)}
 
     def count_from(self, counters: dict[str, int]) -> None:
         """Go on counting from a checkpoint's `counters`."""
-        self.unsupervised = counters.get("unsupervised_micro_batches", 0)
-        self.skipped_micro_batches = counters.get("skipped_micro_batches", 0)
         self.engine.skipped_steps = counters.get("skipped_steps", 0)
-        self.in_a_row = {what: counters.get(f"{what} in a row", 0) for what in self.in_a_row}
+        self.counts = {what: counters.get(what, 0) for what in self.counts}
 
     def own_weights(self) -> dict[str, Tensor]:
         """The drafter's weights as this rank holds them, on the host."""
@@ -5514,8 +5440,10 @@ class DrafterTrainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         numbers = self.planner.micro_batches(step)
-        plans, mine, weight = [self.planner.plan(m) for m in numbers], self.mine(numbers), self.planner.weight(numbers)
-        self.unsupervised += sum(plan.num_anchors == 0 for plan in plans)
+        plans, mine = [self.planner.plan(m) for m in numbers], self.mine(numbers)
+        weights = [plan.weight_sum for plan in plans]  # their sum, the loss's divisor, is known in advance
+        scale = self.fabric.topology.num_drafters / sum(weights) if sum(weights) > 0 else 0.0
+        self.counts["unsupervised_micro_batches"] += sum(plan.num_anchors == 0 for plan in plans)
         stats, found = self.empty_stats(numbers), False
         spans, queue_depth = defaultdict(list), self.receiver.ready.qsize()
         for plan in mine:
@@ -5523,7 +5451,6 @@ class DrafterTrainer:
             waited_s += batch.waited_s
             board.now(f"backward pass of micro-batch {plan.m} in step {step + 1}, with the other drafters", peers)
             span = Span(device)
-            scale = self.fabric.topology.num_drafters / weight if weight > 0 else 0.0
             self.engine.backward(batch.loss * scale, scale_wrt_gas=False)
             spans["backward"].append(span.end())
             self.add_to(stats, numbers, batch, self.settle(batch))
@@ -5538,8 +5465,8 @@ class DrafterTrainer:
         times, self.receiver.target_times = self.receiver.target_times, defaultdict(float)
         extras = {
             "skipped_steps": int(self.engine.skipped_steps),
-            "skipped_micro_batches": self.skipped_micro_batches,  # up to the step before: `count_skips` adds this one's
-            "unsupervised_micro_batches": self.unsupervised,
+            "skipped_micro_batches": self.counts["skipped_micro_batches"],  # `count_skips` adds this step's
+            "unsupervised_micro_batches": self.counts["unsupervised_micro_batches"],
             "dropped_rows": sum(self.planner.documents.dropped.values()),
             "epoch": self.planner.locate_pack((step + 1) * len(plans) - 1)[0],
         }
@@ -5547,7 +5474,7 @@ class DrafterTrainer:
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         extras["memory_gb"] = peak / 1e9  # of this rank: peak on its GPU, or of its process
         return StepRecord(
-            step, learning_rate, plans[0].noise_std, [p.weight_sum for p in plans], sum(p.num_tokens for p in plans),
+            step, learning_rate, plans[0].noise_std, weights, sum(p.num_tokens for p in plans),
             sum(p.num_tokens for p in mine), host, ready, grad_norm, taken, spans, waited_s * 1e3,
             time.perf_counter() - started, queue_depth, times, extras,
         )  # fmt: skip
@@ -5574,26 +5501,23 @@ class DrafterTrainer:
 
         Without --on-nonfinite skip such a drafter has ended the run, and its line is the first cause: others wait here.
         """
-        flag = torch.tensor([int(found)])
-        self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
-        if flag.item() == 0:
+        if not self.any_drafter(found):
             for plan in mine:
                 self.guard.report(self.guard.finding("gradient", plan, f"norm {float(grad_norm)}"), plan)
 
-    def must_stop(self) -> bool:
-        """Whether any drafter was asked to stop, by a signal of its own or one that a target saw; agreed by all."""
-        asked = self.stop_requested.is_set() or self.receiver.target_asked_stop.is_set()
-        flag = torch.tensor([int(asked)])
+    def any_drafter(self, says_so: bool) -> bool:
+        """Whether any drafter says so; agreed by all, so that they go on alike."""
+        flag = torch.tensor([int(says_so)])
         self.fabric.role_control.allreduce([flag], dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
     def count_skips(self, record: StepRecord) -> None:
         """Count what a step left out, alike on every drafter. Raises NonFiniteError at --max-skips in a row."""
-        skipped, rows = record.results[1], self.in_a_row
-        self.skipped_micro_batches += sum(skipped)
-        record.extras["skipped_micro_batches"] = self.skipped_micro_batches
-        rows["micro-batches"] = self.count_in_a_row("micro-batches", skipped, rows["micro-batches"])
-        rows["steps"] = self.count_in_a_row("steps", [not record.taken], rows["steps"])
+        skipped = record.results[1]
+        self.counts["skipped_micro_batches"] += sum(skipped)
+        record.extras["skipped_micro_batches"] = self.counts["skipped_micro_batches"]
+        for what, skips in (("micro-batches", skipped), ("steps", [not record.taken])):
+            self.counts[f"{what} in a row"] = self.count_in_a_row(what, skips, self.counts[f"{what} in a row"])
 
     def check_weights(self) -> None:
         """Raise NonFiniteError, naming the first, where a weight is not finite: nothing of the kind is ever saved."""
@@ -5608,7 +5532,7 @@ class DrafterTrainer:
         """Steps up to the last, or up to where a signal ends the run; the step reached is always saved."""
         args, board, total = self.args, self.fabric.board, self.planner.total_steps
         monitor = Monitor(args, first_step, total) if self.fabric.topology.role_rank == 0 else None
-        pending, step, saved = None, first_step, first_step
+        pending, step = None, first_step
         measures = args.pipeline.num_target_ranks == "measure"
         advisor = SplitAdvisor(self.fabric.topology, self.fabric.role_control, args) if measures else None
 
@@ -5628,7 +5552,8 @@ class DrafterTrainer:
             pending, step = record, step + 1
             if numbers := self.planner.evaluation_after(step):
                 record.extras |= self.evaluate(numbers)
-            stop = self.must_stop()
+            # a signal of its own, or one that a target saw
+            stop = self.any_drafter(self.stop_requested.is_set() or self.receiver.target_asked_stop.is_set())
             due = args.run.save_every and step % args.run.save_every == 0
             if due or stop or step == total:
                 settle(pending)
@@ -5640,20 +5565,18 @@ class DrafterTrainer:
                     monitor.to_disk()
                 counters = self.counters()
                 path = save_checkpoint(self.engine, step, args, identity, self.config, self.fabric, counters)
-                saved = step
                 if monitor is not None and (stop or step == total):
                     monitor.bar.write(f"checkpoint: {path}")
             if stop:
                 break
-        settle(pending)
         board.now("ending the streams", HELPER)
         self.receiver.finish()
         if monitor is not None:
             if measures and len(advisor.times) < advisor.MEASURED:
                 needed = advisor.WARM_UP + advisor.MEASURED
                 monitor.bar.write(f"ranks: {advisor.steps} steps are too few to measure a split: {needed} are needed")
-            if saved < total:
-                monitor.bar.write(f"stopped by a signal after step {saved} of {total}; the same command goes on from it")
+            if step < total:
+                monitor.bar.write(f"stopped by a signal after step {step} of {total}; the same command goes on from it")
             monitor.close()
 
 
@@ -5664,10 +5587,7 @@ class DrafterTrainer:
 
 def announce(args: Arguments, topology, device, planner, config, first_step: int) -> None:
     """Print the resolved configuration once, and write it to the output folder as YAML that --config reads."""
-    import yaml
-
     folder = Path(args.run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(args.flat(), sort_keys=False))
     print("settings: " + " ".join(f"{key}={value}" for key, value in args.flat().items()))
     of_ranks = f" (of {topology.target_tp} ranks each)" if topology.target_tp > 1 else ""
@@ -5803,9 +5723,9 @@ def main() -> int:
         faulthandler.enable()  # a crash in native code shows where it was
         args = parse_arguments()
         on_one_node = read_topology(args.pipeline.num_target_ranks, args.pipeline.target_tp)
-        limit_s = args.pipeline.transport_timeout
-        store, board_store = open_store(on_one_node, limit_s)
-        topology = lay_over_nodes(on_one_node, store, args.pipeline.placement, max(limit_s, SILENT_S))
+        limit_s = max(args.pipeline.transport_timeout, SILENT_S)
+        store, board_store = open_store(on_one_node, timedelta(seconds=limit_s))
+        topology = lay_over_nodes(on_one_node, store, args.pipeline.placement, limit_s)
         board = FailureBoard(topology, board_store, args.pipeline.transport_timeout)
         stop_requested = request_stop_on_signals()
         device, shares_gpus = choose_device(args.pipeline.device, topology)

@@ -137,7 +137,7 @@ def plain_reference(flags, num_drafters=2, skipped_m=(), skipped_steps=()) -> Re
             taken = step - sum(skipped < step for skipped in skipped_steps)
             group["lr"] = pipeline.learning_rate_at(taken, planner.total_steps, optim)
         numbers = planner.micro_batches(step)
-        total_weight, loss = planner.weight(numbers), torch.zeros(())
+        total_weight, loss = sum(planner.plan(m).weight_sum for m in numbers), torch.zeros(())
         rest = sum(planner.plan(m).weight_sum for m in numbers if m not in skipped_m)
         for m in numbers:
             if m in skipped_m:

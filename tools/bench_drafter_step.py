@@ -32,7 +32,6 @@ import statistics
 import sys
 import types
 from collections import defaultdict
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,7 +132,7 @@ class Bench:
         self.engine = self.ahead = None
 
     def build_engine(self) -> None:
-        fabric = SimpleNamespace(device=self.device, timeout=timedelta(minutes=30))
+        fabric = SimpleNamespace(device=self.device)
         self.engine = pipeline.build_engine(pipeline.build_drafter(self.config, self.args), self.ends, self.args, fabric)
 
     @contextlib.contextmanager

@@ -137,7 +137,7 @@ class Rank:
         self.guard = pipeline.Guard(args, topology, self.planner, self.config)
         self.faults = pipeline.FaultInjector(args.pipeline, topology)
         self.fabric = SimpleNamespace(
-            topology=topology, device=device, board=NoBoard(), role_control=None, timeout=pipeline.GROUP_TIMEOUT
+            topology=topology, device=device, board=NoBoard(), role_control=None
         )
         self.with_last = args.data.loss == "kl"
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the drafter
