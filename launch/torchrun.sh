@@ -4,10 +4,10 @@
 #
 # torchrun must not see these signals: SIGUSR1 would end it, and after SIGTERM it gives its ranks 30 seconds. So it ignores
 # them, and this shell hands them to the ranks itself, again and again, since ranks that are still starting ignore them too.
-# check_flags: end with one line where the pipeline's flags are wrong, before torchrun starts and restarts ranks for it.
-#
-# run_torchrun returns torchrun's exit code; in place of 0, STOPPED_CODE (0) where a signal came, for schedulers that must tell a run
+# Returns torchrun's exit code; in place of 0, STOPPED_CODE (0) where a signal came, for schedulers that must tell a run
 # that was stopped from one that is finished.
+#
+# check_flags: end with one line where the pipeline's flags are wrong, before torchrun starts and restarts ranks for it.
 check_flags() {
     "$python" -c 'import sys, train_dflash_pipeline as pipeline
 try:

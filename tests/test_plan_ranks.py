@@ -297,6 +297,9 @@ def test_the_plan_uses_every_gpu_and_what_is_fixed_stays(target_folder):
     free = planning(target_folder("qwen3"), gpus=8).search()
     assert all(p.layout.targets + p.layout.drafters == 8 for p in free)
     assert free[0].tokens_per_s >= 0.99 * max(p.tokens_per_s for p in free)
+    shared = planning(target_folder("qwen3"), gpus=9, gpus_per_node=3, target_tp=2)  # a node has room for one target
+    assert [t for t in range(1, 5) if shared.has_room(t)] == [1, 2, 3]
+    assert all(p.layout.targets <= 3 for p in shared.search())
     with pytest.raises(UserError, match="--tokens-per-micro-batch is 3000: on CUDA it must be a multiple of 128"):
         planning(target_folder("qwen3"), tokens_per_micro_batch=3000)
     with pytest.raises(UserError, match="--num-target-ranks 3: no multiple of --target-tp 2"):

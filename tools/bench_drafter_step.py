@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import train_dflash_pipeline as pipeline
-from check_pipeline_equiv import names
+from check_pipeline_equiv import flag_given
 from train_dflash_pipeline import UserError
 
 
@@ -375,7 +375,7 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     if min(options.repeats, options.warm_up) < 1:
         raise UserError("--repeats and --warm-up must be at least 1")
-    args = pipeline.parse_arguments([*([] if names(flags, "--target") else ["--target=toy"]), *flags])
+    args = pipeline.parse_arguments([*([] if flag_given(flags, "--target") else ["--target=toy"]), *flags])
     if options.json and not options.json.absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: no such folder")
     if args.data.loss != "ce":

@@ -51,7 +51,7 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS.parent), str(TOOLS)]
 import train_dflash_pipeline as pipeline
 from bench_drafter_step import compiled_graphs, matrix_ceiling, show, step_flops
-from check_pipeline_equiv import names, started, torchrun_command, write_wrapper
+from check_pipeline_equiv import flag_given, started, torchrun_command, write_wrapper
 from train_dflash_pipeline import UserError
 
 MEASUREMENTS = ("target", "drafter", "pipeline", "sync", "colocated")
@@ -65,7 +65,7 @@ TOY = ["--target=toy", "--tokens-per-micro-batch=512", "--anchors-per-micro-batc
 
 def with_toy(flags: list[str]) -> list[str]:
     """Flags of the pipeline, of a toy on the CPU where they name no target; on the CPU unless they say otherwise."""
-    return [*([] if names(flags, "--device") else ["--device=cpu"]), *([] if names(flags, "--target") else TOY), *flags]
+    return [*([] if flag_given(flags, "--device") else ["--device=cpu"]), *([] if flag_given(flags, "--target") else TOY), *flags]
 
 
 # What is written while a measurement runs, and read afterwards

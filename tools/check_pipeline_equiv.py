@@ -55,7 +55,7 @@ def torchrun_command(ranks: int, script: Path, flags: list[str]) -> list[str]:
     return [*launcher, str(script), *flags]
 
 
-def names(flags: list[str], *known: str) -> bool:
+def flag_given(flags: list[str], *known: str) -> bool:
     """Whether flags of the pipeline set one of `known`, by themselves or in a --config file."""
     given = {flag.split("=", 1)[0] for flag in flags}
     return not given.isdisjoint({"--config", *known})
@@ -240,10 +240,10 @@ def main() -> int:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline-equiv-")))
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["--device", args.device, "--max-steps", str(args.steps), "--noise-std", "0.05"]
-        if not names(passed_on, "--target"):
+        if not flag_given(passed_on, "--target"):
             flags += ["--target", "toy", "--tokens-per-micro-batch", "256", "--anchors-per-micro-batch", "8",
                       "--num-draft-layers", "2"]  # fmt: skip
-        if not names(passed_on, "--train-data"):
+        if not flag_given(passed_on, "--train-data"):
             flags += ["--train-data", str(write_small_data(folder / "train.jsonl"))]
         print(f"{'run (target+drafter ranks)':<44} {'last loss':<20} {'tokens/s':>9}  weights", flush=True)
         for number, run in enumerate(runs):

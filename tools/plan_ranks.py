@@ -669,6 +669,7 @@ class Planning:
         micro_ms, step_ms = times.draft_forward + times.draft_backward, times.step
         target_ms = times.forward + (0.0 if self.args.pipeline.async_postprocess else times.pack)
         splits = rank_splits(ranks, batch, target_ms, micro_ms, step_ms, self.tp)
+        splits = [split for split in splits if self.has_room(split.num_targets)]
         if accumulation is not None:
             splits.sort(key=lambda s: -min(s.target_rate, s.num_drafters * 1e3 / (micro_ms + step_ms / accumulation)))
         if not splits:
@@ -684,12 +685,19 @@ class Planning:
             if rest:
                 raise UserError(f"--num-target-ranks {options.num_target_ranks}: no multiple of --target-tp {self.tp}")
             if wanted not in by_targets:
-                raise UserError(f"--num-target-ranks {options.num_target_ranks} of {ranks} GPUs leaves no drafter")
+                raise UserError(
+                    f"--num-target-ranks {options.num_target_ranks} of {ranks} GPUs leaves no drafter, or no node for a target"
+                )
             chosen = [wanted]
         return [
             Layout(t, self.tp, s.num_drafters, tokens, anchors, accumulation or s.accumulation, stage)
             for t in chosen if (s := by_targets.get(t)) is not None
         ]  # fmt: skip
+
+    def has_room(self, targets: int) -> bool:
+        """Whether every one of so many targets finds a node for all its ranks."""
+        whole, rest = divmod(self.options.gpus, self.options.gpus_per_node)
+        return targets <= whole * (self.options.gpus_per_node // self.tp) + rest // self.tp
 
     def fits(self, layout: Layout) -> bool:
         target = target_peak(self.shapes, layout.tokens, self.depth, layout.tp)
