@@ -1316,6 +1316,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 EMPTY_THINK = r"(\s*<think>\s*</think>\s*)?"  # some templates write it before an answer without reasoning
+REST_OF_EMPTY_THINK = r"(\s*</think>\s*)?"  # where the prompt opens it
 PROBE = "PROBE-7f3a"  # an answer that no template writes by itself
 BESIDE_CONTENT = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # what else a model may write in a turn
 GENERATION_TAG = r"\{%-?\s*generation\s*-?%\}"  # marks, in some templates, what the model writes
@@ -1363,10 +1364,19 @@ class Documents:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
 
+    @functools.cached_property
+    def num_trainable(self) -> int:
+        """Documents with two neighbouring supervised tokens."""
+        pairs = self.loss_mask & np.append(self.loss_mask[1:], False)
+        pairs[self.offsets[1:] - 1] = False  # the neighbour is of the next document
+        return int(np.logical_or.reduceat(pairs, self.offsets[:-1]).sum())
+
     def summary(self) -> str:
+        idle = len(self) - self.num_trainable
         return (
             f"{len(self):,} documents, {self.offsets[-1]:,} tokens, {self.loss_mask.mean():.0%} supervised, "
-            f"longest {self.lengths.max():,}; rows left out: {by_reason(self.dropped) or 'none'}"
+            f"longest {self.lengths.max():,}{f', {idle:,} without anything to predict' if idle else ''}; "
+            f"rows left out: {by_reason(self.dropped) or 'none'}"
         )
 
 
@@ -1539,7 +1549,8 @@ class ChatTokenizer:
                  template_kwargs: Optional[dict] = None):  # fmt: skip
         self.tokenizer, self.max_tokens, self.cut_off_answers = tokenizer, max_tokens, cut_off_answers
         self.template_kwargs = template_kwargs or {}
-        self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.added_ids = set(tokenizer.added_tokens_decoder)
+        self.special_ids = {i for i in self.added_ids if tokenizer.added_tokens_decoder[i].special}
         self.special_texts = [tokenizer.added_tokens_decoder[i].content for i in sorted(self.special_ids)]
 
     def describe(self) -> dict:
@@ -1556,7 +1567,7 @@ class ChatTokenizer:
             "--chat-template-kwargs": self.template_kwargs,
             "--max-document-tokens": self.max_tokens,
             "--cut-off-answers": self.cut_off_answers,
-            "layout": 4,  # counted up when the same text becomes other documents
+            "layout": 5,  # counted up when the same text becomes other documents
         }
 
     def documents(self, row: dict) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
@@ -1627,7 +1638,8 @@ class ChatTokenizer:
             begin = len(prompt) + len(text[len(prompt) : start].rstrip(" "))
             return text, [(begin, start + len(answer), len(text))]
         # The template reshaped the answer (reasoning, tool calls): all beyond the prompt is the model's.
-        start = len(prompt) + len(re.match(EMPTY_THINK, text[len(prompt) :]).group())
+        empty = REST_OF_EMPTY_THINK if prompt.rstrip().endswith("<think>") else EMPTY_THINK
+        start = len(prompt) + len(re.match(empty, text[len(prompt) :]).group())
         body = text.rstrip()
         return text, [(start, len(body) - len(self._closing_token(body)), len(text))]
 
@@ -1675,7 +1687,8 @@ class ChatTokenizer:
         return start if text.startswith(answer, max(start, 0)) else -1
 
     def _tokenise(self, text: str, spans: list[tuple[int, int, int]], cut_off: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenise rendered chat; supervise each span's answer and the first special token after it.
+        """Tokenise rendered chat; supervise each span's answer and the first special token after it (the first added one,
+        if none is special), with the white space that a template writes between them: blocks end at gaps.
 
         A last answer that was cut off by a length limit ends the document: no end of turn is invented for it.
         """
@@ -1688,11 +1701,14 @@ class ChatTokenizer:
         # some tokenizers trim white space from offsets: a token of nothing else starts where the one before it ended
         begins = np.where(begins < ends, begins, np.append(0, np.maximum.accumulate(ends)[:-1])) if len(ids) else begins
         bounds = np.searchsorted(np.maximum.accumulate(begins), np.array(spans, np.int64).reshape(-1, 3))
-        for first, answer_end, turn_end in bounds.tolist():
+        for (first, answer_end, turn_end), (_, answer_ends_at, _) in zip(bounds.tolist(), spans):
             mask[first:answer_end] = True
-            closing = (i for i in range(answer_end, turn_end) if int(ids[i]) in self.special_ids)
-            if (end_of_turn := next(closing, None)) is not None:
-                mask[end_of_turn] = True
+            beyond = [int(token) for token in ids[answer_end:turn_end]]
+            closing = (i for kind in (self.special_ids, self.added_ids) for i, token in enumerate(beyond) if token in kind)
+            if (place := next(closing, None)) is not None:
+                end_of_turn = answer_end + place
+                gap = text[answer_ends_at : begins[end_of_turn]].strip()
+                mask[end_of_turn if gap else answer_end : end_of_turn + 1] = True
         if cut_off and len(bounds):
             ids, mask = ids[: bounds[-1, 1]], mask[: bounds[-1, 1]]
         self._check_length(len(ids))
@@ -1836,14 +1852,28 @@ def is_prepared(paths: list[str]) -> bool:
     return any(prepared)
 
 
+def template_ids(tokenizer) -> set[int]:
+    """The ids of chats of all roles as the template renders them, as far as it takes them, with and without a prompt."""
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+    others = [[{"role": role, "content": "x"}] for role in ("system", "developer", "tool")]
+    found = set()
+    for chat, prompt in itertools.product(([], *others), (False, True)):
+        for messages in ([*chat, user], [*chat, user, answer], [user, answer, *chat]):
+            with contextlib.suppress(Exception):  # templates raise what they like
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+                found.update(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return found
+
+
 def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], text_config=None) -> int:
     """The mask token's id: `--mask-token-id`, else the tokenizer's, else an embedding row beyond the tokenizer's
     last id, else a special token that the chat template never writes. Never bos, eos, pad or unk, be it the tokenizer
     or the target's text config that calls it so (Llama 3 ends texts with more tokens than its tokenizer says).
 
-    Raises UserError when there is none, or when the requested one is taken or outside the embedding.
+    Raises UserError when there is none, or when the requested one is taken or outside the embedding. Whether it stands
+    in the text is for `check_data` to see.
     """
-    taken = {}
+    taken = dict.fromkeys(template_ids(tokenizer), "a chat template's")
     for source, name in itertools.product((text_config, tokenizer), ("bos", "eos", "pad", "unk")):
         ids = getattr(source, f"{name}_token_id", None)
         taken |= dict.fromkeys(ids if isinstance(ids, list) else [ids], name)
@@ -1852,7 +1882,8 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], 
             raise UserError(f"--mask-token-id {requested}: the target's embedding has rows 0 to {embedding_rows - 1}")
         if requested in taken:
             name = taken[requested]
-            raise UserError(f"--mask-token-id {requested} is the {name} token: choose one that no text holds")
+            name = name if name.startswith("a ") else f"the {name}"
+            raise UserError(f"--mask-token-id {requested} is {name} token: choose one that no text holds")
         return requested
     own = tokenizer.mask_token_id
     if own is not None and own < embedding_rows and own not in taken:
@@ -1865,6 +1896,15 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], 
         if free and token.special and token.content not in str(tokenizer.chat_template):
             return token_id
     raise UserError("no token is free to serve as mask token: name one with --mask-token-id")
+
+
+def check_data(documents: Documents, held_out: Optional[Documents], mask_token_id: int) -> None:
+    """Raise UserError for text in which there is nothing to predict, and for a mask token that stands in the text."""
+    for flag, part in (("--train-data", documents), ("--eval-data", held_out)):
+        if part is not None and not part.num_trainable:
+            raise UserError(f"{flag}: no document has two supervised tokens in a row, so there is nothing to predict")
+    if count := int((documents.token_ids == mask_token_id).sum()):
+        raise UserError(f"mask token {mask_token_id} stands {count:,} times in the text: choose another with --mask-token-id")
 
 
 # ======================================================================================================================
@@ -2375,11 +2415,21 @@ def only_key(files: dict[str, Path], pattern: str, target: str) -> str:
     return keys[0]
 
 
+def sampled_rows(tensor) -> Iterator[Tensor]:
+    """Of a slice object of safetensors: a vector whole, of a matrix (or more dimensions) the first, middle and last row."""
+    *outer, _ = tensor.get_shape() or [0]
+    if not outer:
+        yield tensor[...]
+    for share in (0, 0.5, 1) if outer else ():
+        places = (int(share * (n - 1)) for n in outer)
+        yield tensor[tuple(slice(i, i + 1) for i in places)]
+
+
 def target_hashes(target: str) -> dict[str, str]:
     """A target by what it is, not by where it lies: hashes of its config.json and of its weights.
 
-    weights_sha256 covers names, dtypes and shapes of all tensors and the values of its vectors (norms, biases): cheap
-    at any size, and different after a fine-tune.
+    weights_sha256 covers names, dtypes and shapes of all tensors, the values of its vectors (norms, biases) and of three
+    rows of every matrix: cheap at any size, and different after a fine-tune, a merged adapter too.
     """
     from transformers.utils import cached_file
 
@@ -2389,8 +2439,8 @@ def target_hashes(target: str) -> dict[str, str]:
             for name in sorted(file.keys()):
                 part = file.get_slice(name)
                 digest.update(f"{name} {part.get_dtype()} {part.get_shape()}\n".encode())
-                if len(part.get_shape()) == 1:
-                    digest.update(file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+                for row in sampled_rows(part):
+                    digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
     return {"config_sha256": hashlib.sha256(config).hexdigest(), "weights_sha256": digest.hexdigest()}
 
 
@@ -2942,12 +2992,15 @@ class FaultInjector:
 # finite is announced with BAD, and nothing follows. A pair's stream ends with END (from the target: no more to come) or
 # STOP (from the drafter, in place of a credit). Both sides go through their micro-batches in ascending order, the end
 # included, so no cycle of waits can close.
+#
+# Every message ends with a mark of its micro-batch, since neither backend reports one that is too short: gloo leaves the
+# rest as it was, NCCL fills it with what an earlier message left in its buffers (seen on two H200s).
 
-MAGIC, PROTOCOL = 0x44464C415348, 2
+MAGIC, PROTOCOL = 0x44464C415348, 3
 ANNOUNCE, END, BAD = 1, 2, 5
 GRANT, STOP = 3, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHORT_MARK = 4  # bytes at the end of a message that are all ones, a NaN, until it has come whole
+MARK_BYTES = 8  # the end mark of a message, an int64
 
 
 @dataclass
@@ -2995,9 +3048,15 @@ class Header:
         return header
 
 
+def message_bytes(payload_bytes: int) -> int:
+    """The length of a message: the payload, filled up to whole marks, and the end mark."""
+    return (-(-payload_bytes // MARK_BYTES) + 1) * MARK_BYTES
+
+
 class Slot:
     """Memory for the hidden states of one micro-batch. It has one owner at a time.
 
+    `hidden` holds the captured layers, `last` the target's last one or None; each in memory with room for an end mark.
     `staged`: the payload travels through pinned host memory, for ranks that share a GPU.
     """
 
@@ -3005,8 +3064,10 @@ class Slot:
                  staged: bool = False):  # fmt: skip
         self.number, self.tokens, self.num_layers, self.hidden_size = number, tokens, num_layers, hidden_size
         self.owner = "free"
-        self.hidden = torch.zeros(tokens * num_layers * hidden_size, dtype=dtype, device=device)
-        self.last = torch.zeros(tokens * hidden_size, dtype=dtype, device=device) if with_last else None
+        sizes = [dtype.itemsize * tokens * hidden_size * layers for layers in ([num_layers, 1] if with_last else [num_layers])]
+        self.memory = [torch.zeros(message_bytes(size), dtype=torch.uint8, device=device) for size in sizes]
+        parts = [memory[:size].view(dtype) for memory, size in zip(self.memory, sizes)]
+        self.hidden, self.last = parts if with_last else (*parts, None)
         self.in_use = torch.cuda.Event() if torch.device(device).type == "cuda" else None  # the owner's last kernel
         whole = self.messages(tokens) if staged else []
         self.host = [torch.empty_like(part, device="cpu", pin_memory=self.in_use is not None) for part in whole]
@@ -3042,8 +3103,12 @@ class Slot:
         )  # fmt: skip
 
     def messages(self, n: int) -> list[Tensor]:
-        """The payload for n tokens, as bytes: one message, two with verifier_last."""
-        return [part.view(torch.uint8) for part in self.payload(n)]
+        """The payload for n tokens and an end mark, as bytes: one message, two with verifier_last."""
+        return [memory[: message_bytes(part.nbytes)] for memory, part in zip(self.memory, self.payload(n))]
+
+    def end_marks(self, n: int) -> list[Tensor]:
+        """The end mark of each message: int64 [1]."""
+        return [message[-MARK_BYTES:].view(torch.int64) for message in self.messages(n)]
 
     def wire(self, n: int) -> list[Tensor]:
         """What is sent or received for n tokens: the payload itself, or its host copy."""
@@ -3062,8 +3127,8 @@ class Slot:
     def checksum(self, n: int) -> int:
         """Position-dependent sum over the payload's 16- or 32-bit words."""
         total = 0
-        for part in self.messages(n):
-            words = part.view(torch.int16 if self.hidden.element_size() == 2 else torch.int32).to(torch.int64)
+        for part in self.payload(n):
+            words = part.view(torch.int16 if part.itemsize == 2 else torch.int32).to(torch.int64)
             places = torch.arange(1, len(words) + 1, device=words.device) % 65521
             total = total * 31 + int((words * places).sum())
         return total % 2**62
@@ -3205,6 +3270,8 @@ class HiddenStateSender:
         self._send_header(link, header)
         if header.status != BAD and self._await_credit(link, m):
             slot = self.faults.release_early(self.ring, slot, m)
+            for mark in slot.end_marks(n):
+                mark.fill_(self.fabric.token ^ m)
             slot.stage_out(n)
             for message in slot.wire(n):
                 message = message[: len(message) // 2] if self.faults.due("short-payload", m) else message
@@ -3359,13 +3426,9 @@ class HiddenStateReceiver:
         self.ready.put((m, slot if finite else None, times))
 
     def _receive_payload(self, link: Link, m: int, header: Header, slot: Slot) -> bool:
-        """Fill the slot; True when all of it is finite, as it was when the target sent it.
-
-        The end of each message is marked with NaN first: gloo takes a shorter message without a word.
-        """
+        """Fill the slot; True when all of it is finite, as it was when the target sent it."""
         n = header.tokens
         for message in slot.wire(n):
-            message[-SHORT_MARK:] = 255
             post(link.payload.recv, message, link, m, "receiving the payload")
         slot.stage_in(n)
         norm = largest(*slot.payload(n))
@@ -3373,11 +3436,14 @@ class HiddenStateReceiver:
             slot.in_use.record()
             with link.board.doing(f"receiving the payload for micro-batch {m}, peer {link.peer_name}", [link.peer_rank]):
                 slot.in_use.synchronize()
-        if not (finite := math.isfinite(norm)) and any((part[-SHORT_MARK:] == 255).all() for part in slot.messages(n)):
-            raise TransportError(f"micro-batch {m} from {link.peer_name}: the payload is shorter than announced")
+        if any(int(mark) != self.fabric.token ^ m for mark in slot.end_marks(n)):
+            raise TransportError(
+                f"micro-batch {m} from {link.peer_name}: the payload does not end with this micro-batch's mark: "
+                "shorter than announced, or another's"
+            )
         if self.args.verify_transfers and slot.checksum(n) != header.checksum:
             raise TransportError(f"micro-batch {m} from {link.peer_name}: checksum differs, the payload was changed")
-        if not finite:
+        if not (finite := math.isfinite(norm)):
             plan, split = self.planner.plan(m), self.args.split_fc_layers
             states = self.guard.named(slot.layers(n, split), slot.verifier_last(n))
             self.guard.report(self.guard.must_find("received", plan, states), plan, states)
@@ -3623,16 +3689,16 @@ class TargetRunner:
         some layer goes its own way, that a document changes with its neighbour, or is not what it is when padded."""
         if self.decoder.config._attn_implementation != PACKED_ATTENTION:
             return "its attention cannot be exchanged"
-        windows, allowed = [], 0.1 if self.decoder.dtype.itemsize == 2 else 1e-3
+        windows, half = [], self.decoder.dtype.itemsize == 2
         try:
             rows, beside_another = self._trial(windows), self._trial(windows, first_token=1)
         except ValueError as error:
             return str(error)
         if windows != 2 * expected_windows(self.decoder.config, len(self.layers)):
             return "some layers have attention of their own"
-        if not relative_error(beside_another[24:], rows[24:]) <= allowed:
+        if not relative_error(beside_another[24:], rows[24:]) <= (1e-2 if half else 1e-4):  # 0 but for experts' batches
             return "documents would not be kept apart"
-        if not relative_error(rows, reference) <= allowed:
+        if not relative_error(rows, reference) <= (0.1 if half else 1e-3):
             return "it computes something else then"
         return None
 
@@ -5203,6 +5269,15 @@ def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | config
 
 
+def inexact_sums(config: dict) -> Optional[str]:
+    """How to have gradients summed in fp32, where a configuration of bf16 training does not say so."""
+    wanted = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    places = (config.get("data_types") or {}, wanted["data_types"]), (config, {"communication_data_type": "fp32"})
+    if all(have.get(key) == value for have, want in places for key, value in want.items()):
+        return None
+    return f"gradients are accumulated or sent in bf16; for sums in fp32 add {json.dumps(wanted)[1:-1]}"
+
+
 def without_auto(config: dict) -> dict:
     """The same without the keys, at any depth, whose value is "auto"."""
     return {
@@ -5284,19 +5359,22 @@ class MicroBatch:
 
 def warm_up_drafter(engine, ends, plan: BatchPlan, slot: Slot, config: DrafterConfig, args: Arguments) -> None:
     """Train on one micro-batch of zeros and forget it, and evaluate it where the run will: what compiles then does so at
-    start, where the others wait for this rank without limit. No gradient reaches DeepSpeed. Not under ZeRO 3, whose
-    gathered weights only a real step has: attention alone is compiled there, in the first step."""
+    start, where the others wait for this rank without limit. No gradient reaches DeepSpeed. Under ZeRO 3, which gathers
+    weights in real steps only and compiles attention alone, a drafter with one layer of each kind stands in."""
+    model = engine.module
     if engine.zero_optimization_stage() == 3:
-        return
+        kinds = tuple(sorted(set(config.layer_types)))
+        shallow = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
+        model = DFlashDrafter(shallow).to(slot.hidden.device, next(model.parameters()).dtype)
     batch = DrafterBatch.from_plan(plan, config, slot.hidden.device)
     features = torch.zeros_like(slot.hidden).view(slot.tokens, -1)
     dpace_alpha = args.data.dpace_alpha if args.data.loss_weights == "dpace" else None
     last = slot.verifier_last(plan.num_tokens)
-    loss, _ = micro_batch_loss(engine.module, ends, features, batch, last, dpace_alpha)
-    torch.autograd.grad(loss, list(engine.module.parameters()), allow_unused=True)
+    loss, _ = micro_batch_loss(model, ends, features, batch, last, dpace_alpha)
+    torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     if args.data.eval_data:
         with torch.no_grad():
-            micro_batch_loss(engine.module, ends, features, batch, last, dpace_alpha)
+            micro_batch_loss(model, ends, features, batch, last, dpace_alpha)
 
 
 class DrafterTrainer:
@@ -5640,13 +5718,17 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     tokenizer = load_tokenizer(args.target)
     config = choose_drafter_config(args, text_config, tokenizer)
     check_tiles(args, device)
-    load_deepspeed_config(args, device)
+    deepspeed_config = load_deepspeed_config(args, device)
+    if topology.rank == 0 and device.type == "cuda" and (warning := inexact_sums(deepspeed_config)):
+        print(f"warning: --deepspeed {args.optimization.deepspeed}: {warning}", flush=True)
     documents = load_documents(
         args.data.train_data or [str(DEMO_DATA)], args, tokenizer, topology, fabric.store, "train", shared
     )
     held_out = None
     if args.data.eval_data:
         held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval", shared)
+    if topology.rank == 0:
+        check_data(documents, held_out, config.mask_token_id)
     planner = Planner(documents, args, topology.num_drafters, held_out)
     identity = run_identity(args, documents, config, topology.num_drafters)
     resumed = choose_checkpoint(args, identity, fabric)

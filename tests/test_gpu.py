@@ -124,11 +124,13 @@ def test_a_slot_that_is_freed_too_early_is_really_corrupted(runs, name):
     ("early-poison", "drafter input"), ("early-poison-joined", "drafter input"), ("early-poison-target", "received"),
 ])  # fmt: skip
 def test_poison_shows_a_slot_that_is_freed_too_early_at_once(runs, name, stage):
-    check_ended(runs[name], rf"micro-batch 6 \(step 7\): {stage} is not finite on drafter 0 \(rank 1\): nan at document")
+    check_ended(runs[name], rf"micro-batch 6 \(step 7\): {stage} is not finite on drafter 0 \(rank 1\): nan(?: at document|, but .* written to)")
 
 
 def test_a_short_payload_is_named(runs):
-    check_ended(runs["short-payload"], "receiving the payload for micro-batch 6, peer target 0")
+    """NCCL may wait for the rest, or fill it up with what an earlier message left in its buffers."""
+    waits = "receiving the payload for micro-batch 6, peer target 0"
+    check_ended(runs["short-payload"], rf"{waits}|micro-batch 6 from target 0 .* mark: shorter than announced")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -27,7 +27,7 @@ def valid(header: pipeline.Header) -> bool:
     """What a header must be, written out."""
     counts = (header.m, header.tokens, header.width, header.checksum, header.forward_us, header.pack_us, header.wait_us)
     return (
-        header.magic == 0x44464C415348 and header.protocol == 2 and header.token == TOKEN and header.status in (1, 2, 5)
+        header.magic == 0x44464C415348 and header.protocol == 3 and header.token == TOKEN and header.status in (1, 2, 5)
         and header.dtype in (0, 1, 2) and {header.split, header.last, header.stop_requested} <= {0, 1}
         and all(0 <= count < 2**62 for count in counts)
     )  # fmt: skip

@@ -399,6 +399,18 @@ def wrong_pack(self, job):
     return header
 pipeline.HiddenStateSender._pack = wrong_pack
 """
+# What NCCL did with half a payload: the rest is what an earlier message left behind, its end included.
+STALE_END = """
+right_post, sent = pipeline.post, []
+def stale_post(transfer, message, link, m, what):
+    if what == "sending the payload":
+        if m == 2:
+            half = len(message) // 2
+            message[-half:] = sent[-1][-half:]
+        sent.append(message.clone())
+    right_post(transfer, message, link, m, what)
+pipeline.post = stale_post
+"""
 
 
 def zero_flags(name, data):
@@ -439,6 +451,7 @@ def trained(work, data, straight, sparse_flags, short_flags):
         Case("magic", few, CHANGED_HEADER.format(field="magic", change=1)),
         Case("sequence", [*few, "--no-async-postprocess"], CHANGED_HEADER.format(field="m", change=1)),
         Case("flipped-byte", [*few, "--verify-transfers"], FLIPPED_BYTE),
+        Case("stale-end", few, STALE_END),
     ]
     return run_cases(3, cases, folder)
 
@@ -540,6 +553,7 @@ def check_refused(result, phrase: str) -> None:
     ("magic", "target 0 (rank 0) sent no valid header"),
     ("sequence", "header of micro-batch 2 from target 0 (rank 0): m is 3, expected 2"),
     ("flipped-byte", "micro-batch 2 from target 0 (rank 0): checksum differs"),
+    ("stale-end", "micro-batch 2 from target 0 (rank 0): the payload does not end with this micro-batch's mark"),
 ])  # fmt: skip
 def test_a_wrong_transfer_stops_every_rank(trained, name, phrase):
     check_refused(trained[name], phrase)
@@ -666,7 +680,7 @@ def test_split_and_joined_views_share_a_slots_memory():
     slot.hidden.copy_(torch.arange(24.0))
     assert torch.equal(torch.cat(slot.layers(3, split=True)), torch.arange(18.0).view(6, 3))
     assert torch.equal(torch.cat(slot.layers(3, split=False), dim=1), torch.arange(18.0).view(3, 6))
-    assert [part.numel() for part in slot.messages(3)] == [18 * 4, 9 * 4]
+    assert [message.nbytes for message in slot.messages(3)] == [18 * 4 + 8, 9 * 4 + 4 + 8]  # whole marks, the end mark
     before = slot.checksum(3)
     slot.hidden[[0, 1]] = slot.hidden[[1, 0]]  # same sum, other places
     assert slot.checksum(3) != before
@@ -690,7 +704,8 @@ def test_a_payload_crosses_through_host_memory_or_directly(staged):
     received.stage_in(4)
     for mine, theirs in zip(received.payload(4), sent.payload(4), strict=True):
         assert torch.equal(mine, theirs)
-    assert received.hidden[4 * 6 :].isnan().all() and received.last[4 * 3 :].isnan().all()
+    untouched = [memory[len(message) :] for memory, message in zip(received.memory, received.messages(4))]
+    assert [part.nbytes for part in untouched] == [8 + 2 * 6 - 8 + 4, 8]
 
 
 def test_two_threads_plan_at_once(data):

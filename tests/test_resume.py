@@ -407,6 +407,11 @@ def test_a_target_is_known_by_its_files(tmp_path, target_folder):
     weights[norm] = weights[norm] * 1.5
     save_file(weights, moved / "model.safetensors", {"format": "pt"})
     assert pipeline.target_hashes(str(moved)) != fingerprint
+    for name in (name for name, weight in load_file(original / "model.safetensors").items() if weight.dim() > 1):
+        weights = load_file(original / "model.safetensors")  # an adapter merged into one matrix
+        weights[name] += 0.1 * torch.outer(torch.ones(len(weights[name])), torch.randn(weights[name].shape[1]))
+        save_file(weights, moved / "model.safetensors", {"format": "pt"})
+        assert pipeline.target_hashes(str(moved)) != fingerprint, name
     shutil.copy(original / "model.safetensors", moved / "model.safetensors")
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))

@@ -350,6 +350,52 @@ def test_a_space_before_the_answer_is_of_its_first_token(template, text):
     assert not reasons and "".join(tokenizer.convert_ids_to_tokens(ids[mask])).replace("▁space", " space") == text
 
 
+def test_white_space_between_an_answer_and_the_end_of_its_turn_is_no_gap():
+    """Blocks end at gaps: with one, the end of turn would never be a label (Llama 2 writes a space there)."""
+    template = pipeline.CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} \n<|im_end|>")
+    assert supervised(template, CHAT) == [[f"{FIRST} \n<|im_end|>", f"{SECOND} \n<|im_end|>"]]
+    other = pipeline.CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} (by me)<|im_end|>")
+    assert supervised(other, CHAT[:2]) == [[FIRST, "<|im_end|>"]]
+
+
+def test_an_end_of_turn_that_is_no_special_token_is_supervised():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|eot|>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    [(ids, mask)], reasons = ChatTokenizer(tokenizer).documents({"messages": CHAT[:2]})
+    assert not reasons and tokenizer.decode(ids[mask]) == f"{FIRST}<|eot|>"
+
+
+def test_the_rest_of_a_think_block_that_the_prompt_opens_is_not_supervised():
+    template = QWEN3.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    call = {"function": {"name": "look", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert supervised(template, [CHAT[0], answer]) == [["<tool_call>\nlook\n</tool_call><|im_end|>"]]
+    thought = answer | {"reasoning_content": "waves"}
+    assert supervised(template, [CHAT[0], thought])[0][0].startswith("waves\n</think>")
+
+
+def test_documents_with_nothing_to_predict_are_counted_and_refused():
+
+    def three(marks: str) -> pipeline.Documents:
+        mask = np.array([mark == "x" for mark in marks.replace(" ", "")])
+        return pipeline.Documents(np.arange(9, dtype=np.int32), mask, np.array([0, 3, 6, 9]), np.arange(3), {}, 3)
+
+    for expected, marks in ((0, "... ..x x.x"), (1, "x.x xxx ..x"), (2, "xx. .xx x.."), (3, "xxx xx. .xx")):
+        documents = three(marks)
+        assert documents.num_trainable == expected == sum("xx" in part for part in marks.split())
+        assert (f"{3 - expected} without anything to predict" in documents.summary()) == (expected < 3)
+    good, idle = three("xxx xxx xxx"), three("... ..x x.x")
+    pipeline.check_data(good, None, 99)
+    for parts, complaint in (((idle, None), "--train-data: no document"), ((good, idle), "--eval-data: no document")):
+        with pytest.raises(UserError, match=complaint):
+            pipeline.check_data(*parts, 99)
+    with pytest.raises(UserError, match="mask token 4 stands 1 times in the text"):
+        pipeline.check_data(good, None, 4)
+
+
 # Formats and files ----------------------------------------------------------------------------------------------------
 
 
@@ -697,6 +743,16 @@ def test_mask_token_is_else_a_special_token_that_the_template_never_writes():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|spare|>"]})
     spare = tokenizer.convert_tokens_to_ids("<|spare|>")
     assert choose_mask_token(tokenizer, len(tokenizer), None) == spare
+
+
+def test_mask_token_is_no_marker_that_the_template_puts_together():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<|spare|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}<|im_end|>{% endfor %}"
+    spare, user = tokenizer.convert_tokens_to_ids(["<|spare|>", "<|user|>"])
+    assert choose_mask_token(tokenizer, len(tokenizer), None) == spare
+    with pytest.raises(UserError, match="is a chat template's token"):
+        choose_mask_token(tokenizer, len(tokenizer), user)
 
 
 def test_no_free_mask_token_is_an_error():
