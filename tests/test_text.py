@@ -748,7 +748,7 @@ def test_mask_token_is_else_a_special_token_that_the_template_never_writes():
 def test_mask_token_is_no_marker_that_the_template_puts_together():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<|spare|>"]})
-    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ '<|' + m.role + '|>' }}{{ m.content }}<|im_end|>{% endfor %}"
     spare, user = tokenizer.convert_tokens_to_ids(["<|spare|>", "<|user|>"])
     assert choose_mask_token(tokenizer, len(tokenizer), None) == spare
     with pytest.raises(UserError, match="is a chat template's token"):
