@@ -419,7 +419,8 @@ def runs(subject, trained, tmp_path_factory):
         pipeline.write_json(folder / "config.json", drafter.config.to_json())
         save_file(drafter.state_dict(), folder / "model.safetensors")
         flags = arguments(target=case.folder, target_dtype="float32", block_size=BLOCK, num_draft_layers=2).flat()
-        pipeline.write_json(folder.parent / "state.json", {"step": 30, "arguments": flags})
+        identity = {"data": "abc", "target": pipeline.target_hashes(case.folder)}
+        pipeline.write_json(folder.parent / "state.json", {"step": 30, "arguments": flags, "identity": identity})
         (folder.parents[1] / "latest").write_text("step-000030")
     (root / "bare").mkdir()
     for file in folder.iterdir():
@@ -573,6 +574,42 @@ def test_a_target_in_another_dtype_is_warned_of(runs, monkeypatch, capsys):
     _, err = command(monkeypatch, capsys, runs / "full", "--prompts", runs / "other.jsonl", "--max-new-tokens", 4,
                      "--target-dtype", "bfloat16")  # fmt: skip
     assert err.count("was trained on a target in float32, this one is in bfloat16") == 1
+
+
+def test_an_export_knows_its_target_and_its_template_variables(subject, runs, monkeypatch, capsys):
+    """As a checkpoint does: nothing need be said again, and what differs is warned of."""
+    folder, target = runs / "exported", subject("qwen3").folder
+    (folder).mkdir()
+    for file in (runs / "bare").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    record = {"name": target, "dtype": "float32", "trained_on": "float32", **pipeline.target_hashes(target)}
+    record = {"step": 30, "data": "abc", "chat_template_kwargs": '{"enable_thinking": true}', "target": record}
+    flags = [folder, "--prompts", runs / "other.jsonl", "--max-new-tokens", 4, "--json", runs / "x.json"]
+    pipeline.write_json(folder / "export.json", record)
+    _, err = command(monkeypatch, capsys, *flags)
+    assert json.loads((runs / "x.json").read_text())["chat_template_kwargs"] == {"enable_thinking": True}
+    assert "other weights" not in err
+    _, err = command(monkeypatch, capsys, *flags, "--chat-template-kwargs", "{}")
+    assert f"{folder} was trained with --chat-template-kwargs" in err
+    record["target"]["weights_sha256"] = "0" * 64
+    pipeline.write_json(folder / "export.json", record)
+    _, err = command(monkeypatch, capsys, *flags)
+    assert f"{folder} was trained on, or exported for, a target with other weights than {target}" in err
+
+
+def test_drafters_take_turns_in_coming_first(subject, runs, monkeypatch, capsys):
+    """What the first one of a turn fills or loads counts against it."""
+    order, right = [], evaluation.Decoder.speculative
+
+    def speculative(self, ids, rule, drafter):
+        order.append(drafter.config.layer_types[0])
+        return right(self, ids, rule, drafter)
+
+    monkeypatch.setattr(evaluation.Decoder, "speculative", speculative)
+    prompts = ["--prompts", runs / "mixed.jsonl", "--max-new-tokens", 4]
+    command(monkeypatch, capsys, runs / "full", runs / "sliding", *prompts)
+    pairs = [pair[0] for pair in zip(order[2::2], order[3::2])]  # after the warm-up
+    assert set(pairs) == {"full_attention", "sliding_attention"}
 
 
 def test_expected_acceptance(runs, monkeypatch, capsys):

@@ -52,7 +52,8 @@ def write_checkpoint(folder, drafter: DFlashDrafter, target: str, target_dtype="
     save_file(drafter.state_dict(), step / "drafter" / "model.safetensors")
     pipeline.write_json(step / "drafter" / "config.json", drafter.config.to_json() | {"dtype": "float32"})
     flags = arguments(target=target, target_dtype=target_dtype).flat()
-    pipeline.write_json(step / "state.json", {"step": 7, "arguments": flags, "identity": {"data": "abc"}})
+    known = target if target in pipeline.RANDOM_TARGETS else pipeline.target_hashes(target)
+    pipeline.write_json(step / "state.json", {"step": 7, "arguments": flags, "identity": {"data": "abc", "target": known}})
     return folder
 
 

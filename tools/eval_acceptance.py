@@ -62,8 +62,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import train_dflash_pipeline as pipeline
+from export_drafter import absolute, read_origin
 from train_dflash_pipeline import UserError
 
 # transformers is renaming the argument; the old name serves every supported version
@@ -383,10 +384,9 @@ def thinking_mode(chat_template, template: dict, prompt: str) -> str:
 
 
 def find_drafter(name: str) -> tuple[Path, dict]:
-    """(drafter folder, arguments of the run that made it, empty if unknown) of a run, checkpoint, folder or hub id."""
+    """(drafter folder, how it was made, see `read_origin`) of a run, checkpoint, folder or hub id."""
     folder = pipeline.find_drafter_folder(name)
-    state = folder.parent / "state.json"
-    return folder, json.loads(state.read_text())["arguments"] if state.is_file() else {}
+    return folder, {key: value for key, value in read_origin(folder).items() if value is not None}
 
 
 def untrained_drafter(config, saved: dict) -> pipeline.DFlashDrafter:
@@ -402,7 +402,9 @@ def choose_target(args: argparse.Namespace, runs: dict[str, dict]) -> pipeline.T
     """The target that the flags name, else that of the runs; UserError where they name none, or several."""
     chosen = {}
     for name in ("target", "tokenizer", "target_dtype"):
-        known = {saved[name] for saved in runs.values() if name in saved}
+        known = {origin[name] for origin in runs.values() if name in origin}
+        if name == "target" and len(known) > 1:  # a run may name a folder by another path than an export
+            known = set(map(absolute, known))
         chosen[name] = getattr(args, name)
         if chosen[name] is None and len(known) > 1:
             flag = "--" + name.replace("_", "-")
@@ -432,17 +434,21 @@ def choose_template_kwargs(given: Optional[str], saved: dict[str, dict]) -> dict
     return chosen
 
 
-def load_drafters(args, runs: dict[str, tuple[Path, dict]], config, target_dtype: str) -> dict:
+def load_drafters(args, runs: dict[str, tuple[Path, dict]], config, target: pipeline.TargetArguments) -> dict:
     """{name: drafter in fp32 on the CPU}, each before training too if wanted; UserError where one does not fit."""
     text, drafters = config.get_text_config(), {}
+    random = target.target in pipeline.RANDOM_TARGETS
+    weights_sha256 = None if random else pipeline.target_hashes(target.target)["weights_sha256"]
     for name, (folder, saved) in runs.items():
         drafter = pipeline.load_drafter(folder, torch.device("cpu"), torch.float32, text.num_hidden_layers)
         if (own := drafter.config.hidden_size) != text.hidden_size:
             raise UserError(f"{name} is not for this target: its hidden size is {own}, not {text.hidden_size}")
         if (mask := drafter.config.mask_token_id) >= text.vocab_size:
             raise UserError(f"{name} is not for this target: it has no row for the mask token {mask}")
-        if saved.get("target_dtype", target_dtype) != target_dtype:
-            warn(f"{name} was trained on a target in {saved['target_dtype']}, this one is in {target_dtype}")
+        if saved.get("target_dtype", target.target_dtype) != target.target_dtype:
+            warn(f"{name} was trained on a target in {saved['target_dtype']}, this one is in {target.target_dtype}")
+        if "weights_sha256" in saved and saved["weights_sha256"] != weights_sha256:
+            warn(f"{name} was trained on, or exported for, a target with other weights than {target.target}")
         if args.untrained:
             drafters[f"{name} (untrained)"] = untrained_drafter(drafter.config, saved)
         drafters[name] = drafter
@@ -488,7 +494,10 @@ class Evaluation:
 
     def answer(self, ids: list[int], *key: int) -> Turn:
         turn = Turn(ids, self.decoder.plain(ids, self.rule(*key, 0)))
-        for name, drafter in self.drafters.items():
+        names = list(self.drafters)
+        first = key[0] % len(names)  # each comes first in its turn: that one fills pools for the others
+        for name in names[first:] + names[:first]:
+            drafter = self.drafters[name]
             turn.drafted[name] = self.decoder.speculative(ids, self.rule(*key, 1), drafter)
             if self.args.estimate:
                 model, ends = self.decoder.model, self.decoder.ends
@@ -845,9 +854,9 @@ def main() -> None:
     args = parse_arguments()
     check_arguments(args)
     runs = {name: find_drafter(name) for name in args.drafters}
-    saved = {name: arguments for name, (_, arguments) in runs.items()}
+    saved = {name: origin for name, (_, origin) in runs.items()}
     args.chat_template_kwargs = choose_template_kwargs(args.chat_template_kwargs, saved)
-    if args.untrained and not all(saved.values()):
+    if args.untrained and not all("seed" in origin for origin in saved.values()):
         raise UserError("--untrained needs runs or their checkpoints: only those say how the drafter began")
     target = choose_target(args, saved)
     conversations, sets = read_prompts(args.prompts, args.num_prompts)
@@ -857,7 +866,7 @@ def main() -> None:
     if config.get_text_config().model_type == "gpt_oss" and any(conversation.later for conversation in conversations):
         raise UserError("a gpt_oss answers in channels, which no later turn can be built from: give prompts of one turn")
     pipeline.settle_target_dtype(target, config, device)
-    drafters = load_drafters(args, runs, config, target.target_dtype)
+    drafters = load_drafters(args, runs, config, target)
     # the drafter computes in the target's dtype on a GPU, in fp32 on the CPU, as in training
     dtype = config.dtype if device.type == "cuda" else torch.float32
     drafters = {name: drafter.to(device, dtype) for name, drafter in drafters.items()}

@@ -382,16 +382,21 @@ def absolute(target: str) -> str:
 
 
 def read_origin(folder: Path) -> dict:
-    """What is known about how a drafter was made: of its checkpoint, or of the export that it is. Empty if nothing."""
+    """What is known about how a drafter was made; empty if nothing.
+
+    Of a checkpoint all flags of the run, of an export target, target_dtype and chat_template_kwargs; of both step, data
+    (the documents' fingerprint) and weights_sha256 (`pipeline.target_hashes`; None for random targets).
+    """
     if (folder.parent / "state.json").is_file():
         state = json.loads((folder.parent / "state.json").read_text())
-        known = {key: state["arguments"][key] for key in ("target", "target_dtype")}
-        return known | {"step": state["step"], "data": state["identity"]["data"]}
+        hashes = state["identity"]["target"]
+        known = {"step": state["step"], "data": state["identity"]["data"]}
+        return state["arguments"] | known | {"weights_sha256": hashes["weights_sha256"] if isinstance(hashes, dict) else None}
     if (folder / "export.json").is_file():
         record = json.loads((folder / "export.json").read_text())
-        return {
-            "target": record["target"]["name"], "target_dtype": record["target"]["trained_on"],
-            "step": record["step"], "data": record["data"],
+        target = record["target"]
+        return {key: record.get(key) for key in ("step", "data", "chat_template_kwargs")} | {
+            "target": target["name"], "target_dtype": target["trained_on"], "weights_sha256": target["weights_sha256"],
         }  # fmt: skip
     return {}
 
@@ -443,6 +448,7 @@ def main() -> None:
         values = zlab_config(config, text, args.dtype)
     record = {
         "format": args.format, "dtype": args.dtype, "step": origin.get("step"), "data": origin.get("data"),
+        "chat_template_kwargs": origin.get("chat_template_kwargs"),
         "block_layout": "slot 0 is the known token, slots 1 to B-1 propose (sample_from_anchor false)",
         "target": target_record(target, origin, target_config),
     }  # fmt: skip
