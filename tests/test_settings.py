@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import train_dflash_pipeline as pipeline
 from helpers import arguments
 from train_dflash_pipeline import (
     UserError,
@@ -285,3 +286,88 @@ def test_what_else_is_auto_in_a_deepspeed_file_keeps_its_default(tmp_path):
     config = load_deepspeed_config(args, torch.device("cpu"))
     assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert "train_batch_size" not in config and config["gradient_clipping"] == 3
+
+
+# What a user's GPUs run, bf16 with fp32 masters, on the CPU: DeepSpeed beside a few lines of torch.
+BF16_TRAINING = """
+import copy, json, os, sys
+from types import SimpleNamespace
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+sys.path[:0] = [REPOSITORY, REPOSITORY + "/tools"]
+import torch
+import torch.distributed as dist
+import bench_drafter_step as bench
+import train_dflash_pipeline as pipeline
+
+cpu, as_on_gpus = torch.device("cpu"), pipeline.load_deepspeed_config
+flags = ["--target=toy", "--device=cpu", "--num-draft-layers=2", "--tokens-per-micro-batch=128", "--anchors-per-micro-batch=8",
+         "--gradient-accumulation-steps=3", "--max-grad-norm=1e9", "--learning-rate=1e-2"]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def train(stage, without=()):
+    def config(args, device):
+        found = as_on_gpus(args, torch.device("cuda"))
+        return {key: value for key, value in found.items() if key not in without}
+    pipeline.load_deepspeed_config = config
+    args = pipeline.parse_arguments([*flags, f"--deepspeed={REPOSITORY}/ds_configs/zero{stage}.json"])
+    target_config = pipeline.load_target_config(args.target)
+    config = pipeline.choose_drafter_config(args, target_config.get_text_config(), pipeline.load_tokenizer(args.target))
+    ends = pipeline.load_frozen_ends(args.target, target_config, cpu, torch.bfloat16)
+    batch = pipeline.DrafterBatch.from_plan(bench.make_plan(args, 2), config, cpu)
+    drafter = pipeline.build_drafter(config, args)
+    plain = copy.deepcopy(drafter).to(torch.bfloat16)
+    engine = pipeline.build_engine(drafter, ends, args, SimpleNamespace(device=cpu))
+    masters = [p.detach().float().requires_grad_() for p in plain.parameters()]
+    optim = args.optimization
+    adam = torch.optim.AdamW(masters, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2),
+                             weight_decay=optim.weight_decay, fused=True)
+    losses, norms = [], []
+    torch.manual_seed(0)
+    for step in range(4):
+        sums = [torch.zeros_like(master) for master in masters]
+        for _ in range(optim.gradient_accumulation_steps):
+            features = torch.randn(128, len(config.target_layer_ids) * config.hidden_size).to(torch.bfloat16)
+            loss, _ = pipeline.micro_batch_loss(engine, ends, features, batch, None)
+            engine.backward(loss / 100, scale_wrt_gas=False)
+            engine.step()
+            own, _ = pipeline.micro_batch_loss(plain, ends, features, batch, None)
+            for total, gradient in zip(sums, torch.autograd.grad(own / 100, list(plain.parameters()))):
+                total += gradient
+            losses.append((loss.item(), own.item()))
+        norms.append((engine.get_global_grad_norm().item(), torch.stack([total.norm() for total in sums]).norm().item()))
+        for master, total in zip(masters, sums):
+            master.grad = total
+        adam.step()
+        for p, master in zip(plain.parameters(), masters):
+            p.data.copy_(master)
+    weights = pipeline.drafter_weights(engine)
+    return losses, norms, all(torch.equal(weights[n].to(torch.bfloat16), p) for n, p in plain.named_parameters())
+
+runs = [train(stage) for stage in (1, 2, 3)] + [train(2, ("data_types", "communication_data_type"))]
+open(sys.argv[1], "w").write(json.dumps(runs))
+"""
+
+
+def test_deepspeed_in_bf16_trains_as_fp32_masters_do(tmp_path):
+    """ZeRO 1 and 2 bit for bit, ZeRO 3 within rounding (it sums a backward pass's bf16 parts in another order). Without
+    the fp32 sums that the shipped files ask for, the norm is off by more, so this would show."""
+    code, path = BF16_TRAINING.replace("REPOSITORY", repr(str(REPOSITORY))), tmp_path / "runs.json"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, timeout=300)
+    *exact, zero3, without = json.loads(path.read_text())
+    for losses, norms, same_weights in exact:
+        assert len(losses) == 12 and all(there == here for there, here in losses) and same_weights
+        assert all(there == pytest.approx(here, rel=1e-6) for there, here in norms)
+    assert zero3[0][:3] == exact[0][0][:3] and zero3[1][0][0] == pytest.approx(zero3[1][0][1], rel=1e-4)
+    assert all(there == pytest.approx(here, rel=1e-3) for there, here in zero3[0])
+    assert not without[2] and abs(without[1][-1][0] / without[1][-1][1] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("config, exact", [
+    ({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}, True),
+    ({}, False), ({"data_types": {"grad_accum_dtype": "fp32"}}, False), ({"communication_data_type": "fp32"}, False),
+    ({"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}, False),
+])  # fmt: skip
+def test_sums_in_bf16_are_warned_of(config, exact):
+    warning = pipeline.inexact_sums(config)
+    assert (warning is None) == exact
+    assert exact or '"communication_data_type": "fp32"' in warning
