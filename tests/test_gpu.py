@@ -1,10 +1,12 @@
-"""What only GPUs show: kernels that overlap copies, NCCL, compiled kernels. Needs two GPUs; elsewhere all of it is skipped.
+"""What only GPUs show: kernels that overlap copies, NCCL, compiled kernels. The runs need two GPUs, the rest one; elsewhere
+all of it is skipped.
 
 Pairs of ranks (a target and a drafter on a GPU each) run side by side. A toy target: its steps are short, so that
 copies, sends and kernels of several micro-batches are under way at once.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from test_nonfinite import BAD_GRADIENT, check_ended, zero
 
 from check_pipeline_equiv import first_weight_difference, last_weights, write_small_data
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Every captured state of micro-batch m is m. The pack is held up, and what the forward pass gave back is overwritten with
 # -1 meanwhile; a single wrong element among those received fails the run.
@@ -52,6 +54,14 @@ def get(self, m):
 pipeline.TargetRunner.forward, pipeline.HiddenStateSender._pack = forward, pack
 pipeline.HiddenStateSender.submit, pipeline.HiddenStateReceiver.get = submit, get
 """
+# Every other step has nothing to predict.
+UNSUPERVISED = """
+right_plan = pipeline.Planner._plan
+def plan(self, m):
+    found = right_plan(self, m)
+    return found.unsupervised() if m % 2 else found
+pipeline.Planner._plan = plan
+"""
 DIE_ONCE = """
 import os
 right_step = pipeline.DrafterTrainer.train_step
@@ -67,6 +77,8 @@ pipeline.DrafterTrainer.train_step = step
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp("gpu")
     data = write_small_data(folder / "train.jsonl", rows=600)
     flags = [*SMALL, "--device", "cuda", "--train-data", str(data), "--num-target-ranks", "1", "--tokens-per-micro-batch", "2048",
@@ -86,6 +98,7 @@ def runs(tmp_path_factory):
         Case("short-payload", fault("short-payload@6", "--transport-timeout", "4")),
         Case("nan-layer", fault("nan-layer@6")),
         *[Case(f"bad-gradient-zero{stage}", [*flags, *skip, *zero(stage)], BAD_GRADIENT) for stage in (1, 2, 3)],
+        *[Case(f"idle-zero{stage}", [*flags, *zero(stage)], UNSUPERVISED) for stage in (1, 2, 3)],
         *[Case(f"flood{i}", [*flags, "--noise-std", "0", "--max-steps", "1000", "--log-every", "500"], FLOOD, environment)
           for i, environment in enumerate([{}, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}])],
     ]  # fmt: skip
@@ -137,6 +150,14 @@ def test_a_short_payload_is_named(runs):
 def test_a_bad_gradient_is_skipped(runs, stage):
     last = runs[f"bad-gradient-zero{stage}"].check_ok().metrics[-1]
     assert (last["step"], last["skipped_steps"], last["skipped_micro_batches"]) == (12, 1, 0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_without_anything_to_predict_change_nothing_but_the_decay(runs, stage):
+    metrics = runs[f"idle-zero{stage}"].check_ok().metrics
+    assert [(m["loss"], m["grad_norm"]) == (0, 0) for m in metrics] == [False, True] * 6
+    assert all(math.isfinite(m["loss"]) and m["skipped_steps"] == 0 for m in metrics)
+    assert metrics[-1]["unsupervised_micro_batches"] == 6 and metrics[-2]["loss"] < metrics[0]["loss"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -219,3 +240,54 @@ def test_compiled_head_loss_equals_the_eager_one():
         compiled = pipeline.compiled_once(pipeline.head_rows)(*inputs)
         for ours, theirs in zip(compiled, eager):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def spread(ours, reference) -> float:
+    """Distance relative to the reference's size."""
+    return float((ours.float() - reference.float()).norm() / reference.float().norm())
+
+
+@pytest.mark.parametrize("window", [None, 1, 17, 500])
+@pytest.mark.parametrize("lengths", [[1], [700, 300, 24], [64] * 16, [513, 129, 1, 1, 1]])
+def test_variable_length_attention_is_attention_within_each_document(lengths, window):
+    """The kernel in bf16, grouped heads and a padded tail included, beside SDPA in fp32, one document at a time."""
+    tokens, device = 1024, torch.device("cuda", 0)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    found = pipeline.document_bounds(np.array(lengths), tokens)
+    bounds = torch.full((tokens + 1,), tokens, dtype=torch.int32)
+    bounds[: len(found)] = torch.from_numpy(found)
+    extent, scale = torch.tensor([len(found) - 1, int(np.diff(found).max())]), 0.125
+    fast = pipeline.attend_by_kernel(q, k, v, bounds.to(device), extent, scale, window)
+    slow = pipeline.attend_by_document(q.float(), k.float(), v.float(), bounds.to(device), extent, scale, window)
+    assert fast.shape == slow.shape and spread(fast, slow) < 5e-3
+    other = [x.clone() for x in (q, k, v)]
+    for x in other:
+        x[: lengths[0]] = 3  # the first document changes, no bit of the others may
+    again = pipeline.attend_by_kernel(*other, bounds.to(device), extent, scale, window)
+    assert torch.equal(again[lengths[0] :], fast[lengths[0] :])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("supervised", [2, 40, 1024])  # one anchor, some, more than slots
+def test_flex_attention_and_its_gradient_equal_dense_attention(supervised, window):
+    device, block, anchors, tokens = torch.device("cuda", 0), 8, 64, 1024
+    flags = ["--target", "toy", "--tokens-per-micro-batch", str(tokens), "--anchors-per-micro-batch", str(anchors)]
+    args = pipeline.parse_arguments([*flags, "--block-size", str(block)])
+    mask = np.zeros(tokens, bool)
+    mask[300 : 300 + supervised] = True
+    offsets = np.array([0, 100, 900, 1000])  # and 24 tokens of padding
+    documents = pipeline.Documents(np.zeros(1000, np.int32), mask[:1000], offsets, np.arange(3), {})
+    plan = pipeline.Planner(documents, args, 1).plan(0)
+    assert plan.num_anchors == min(max(supervised - 1, 1), anchors)
+    ranges, keys = pipeline.visibility(plan, block, window), tokens + anchors * block
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 64, device=device) for n, heads in ((anchors * block, 8), (keys, 2), (keys, 2)))
+    grad, results = torch.randn(anchors * block, 8 * 64, device=device), []
+    for kind, dtype in ((pipeline.block_mask(ranges, keys, device), torch.bfloat16),
+                        (pipeline.dense_mask(ranges, keys).to(device), torch.float32)):  # fmt: skip
+        inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (q, k, v)]
+        out = pipeline.attend(*inputs, kind)
+        results.append([out, *torch.autograd.grad(out, inputs, grad.to(torch.bfloat16).to(dtype))])
+    for name, ours, reference in zip(("output", "q", "k", "v"), *results):
+        assert torch.isfinite(ours).all() and spread(ours, reference) < 1e-2, name
