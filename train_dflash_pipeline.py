@@ -2675,10 +2675,16 @@ def pack_shots(plan: BatchPlan, shots: list[tuple[HookCapture, slice]], layers: 
     for shot, documents in shots:
         lengths = plan.lengths[documents]
         rows = slice(row, row + int(lengths.sum()))
-        shot.pack_into(lengths, [layer[rows] for layer in layers], None if last is None else last[rows])
+        try:
+            shot.pack_into(lengths, [layer[rows] for layer in layers], None if last is None else last[rows])
+        except ValueError as error:
+            raise RuntimeError(f"micro-batch {plan.m}, documents {plan.documents[documents].tolist()}: {error}") from None
         row = rows.stop
     if row != plan.num_tokens:
-        raise RuntimeError(f"micro-batch {plan.m}: {row} rows of hidden states for {plan.num_tokens} tokens")
+        missing = plan.documents[shots[-1][1].stop if shots else 0 :].tolist()
+        raise RuntimeError(
+            f"micro-batch {plan.m}: {row} rows of hidden states for {plan.num_tokens} tokens, none for documents {missing}"
+        )
 
 
 def add_noise_(hidden: Tensor, std: float, seed: int) -> Tensor:

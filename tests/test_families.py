@@ -186,15 +186,19 @@ def tokens_of(documents, i) -> torch.Tensor:
 @torch.no_grad()
 @every_family
 def test_1_captures_are_the_familys_own_hidden_states(kind, target):
-    """Of each document alone; the same bits by hooks on the reference, within rounding from the pipeline's batches."""
+    """Of each document alone; the same bits by hooks on the reference, within rounding from the pipeline's batches. No
+    later layer writes into what a hook kept."""
     target, documents = target(kind), make_documents([40, 1, 30, 12, 29, 3])
     reference, (rows, last) = target.reference, target.rows(documents)
-    hooks = HookCapture(reference, CAPTURED, LAYERS - 1)
+    hooks, clones = HookCapture(reference, CAPTURED, LAYERS - 1), {}
+    cloning = [layer.register_forward_hook(lambda m, x, y, j=j: clones.update({j: (y[0] if isinstance(y, tuple) else y).clone()}))
+               for j, layer in enumerate(pipeline.decoder_layers(reference))]  # fmt: skip
     for i in range(len(documents)):
         states = reference(tokens_of(documents, i), output_hidden_states=True).hidden_states
         assert len(states) == LAYERS + 1
         captured = hooks.take().captured
         assert all(torch.equal(captured[j], states[j + 1]) for j in CAPTURED)
+        assert all(torch.equal(rows, clones[j]) for j, rows in captured.items())
         assert not any(torch.equal(captured[j], states[j]) for j in CAPTURED)
         assert torch.equal(reference.get_decoder().norm(captured[LAYERS - 1]), states[-1])
         assert not torch.allclose(captured[LAYERS - 1], states[-1], atol=1e-2)
@@ -202,6 +206,8 @@ def test_1_captures_are_the_familys_own_hidden_states(kind, target):
         torch.testing.assert_close(rows[i], alone, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(target.ends.norm(last[i]), states[-1][0], atol=1e-4, rtol=1e-4)
     hooks.remove()
+    for hook in cloning:
+        hook.remove()
 
 
 @torch.no_grad()

@@ -294,3 +294,19 @@ def test_targets_that_compute_differently_are_refused(capsys):
     with pytest.raises(UserError, match=r"differently: padded here, packed on target 0 \(rank 0\)"):
         pipeline.check_targets_alike(fabrics[2], runners[2])
     assert capsys.readouterr().out == "target: packed\n"
+
+
+def test_hidden_states_that_do_not_fit_their_documents_are_named():
+    plan = plan_of(make_documents(LENGTHS))
+    runner = TargetRunner(tiny("llama"), LAYERS, False, CPU)
+    layers = list(torch.empty(plan.num_tokens, len(LAYERS) * 32).split(32, dim=1))
+    shots = runner.forward(plan)
+    missing = plan.documents[shots[-1][1]].tolist()
+    with pytest.raises(RuntimeError, match=re.escape(f"none for documents {missing}")):
+        pipeline.pack_shots(plan, shots[:-1], layers, None)
+    shots = runner.forward(plan)
+    capture, documents = shots[0]
+    capture.captured = {i: states[:, :2] for i, states in capture.captured.items()}
+    named = re.escape(f"micro-batch 0, documents {plan.documents[documents].tolist()}: lengths")
+    with pytest.raises(RuntimeError, match=named):
+        pipeline.pack_shots(plan, shots, layers, None)
