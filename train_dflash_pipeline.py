@@ -3054,6 +3054,16 @@ class Header:
         return header
 
 
+def checksum(parts: Iterable[Tensor]) -> int:
+    """Position-dependent sum over the 16- or 32-bit words of tensors. Waits for the device."""
+    total = 0
+    for part in parts:
+        words = part.flatten().view(torch.int16 if part.itemsize == 2 else torch.int32).to(torch.int64)
+        places = torch.arange(1, len(words) + 1, device=words.device) % 65521
+        total = total * 31 + int((words * places).sum())
+    return total % 2**62
+
+
 def message_bytes(payload_bytes: int) -> int:
     """The length of a message: the payload, filled up to whole marks, and the end mark."""
     return (-(-payload_bytes // MARK_BYTES) + 1) * MARK_BYTES
@@ -3131,13 +3141,7 @@ class Slot:
             part.copy_(host[: len(part)], non_blocking=True)
 
     def checksum(self, n: int) -> int:
-        """Position-dependent sum over the payload's 16- or 32-bit words."""
-        total = 0
-        for part in self.payload(n):
-            words = part.view(torch.int16 if part.itemsize == 2 else torch.int32).to(torch.int64)
-            places = torch.arange(1, len(words) + 1, device=words.device) % 65521
-            total = total * 31 + int((words * places).sum())
-        return total % 2**62
+        return checksum(self.payload(n))
 
 
 class SlotRing:
@@ -3720,18 +3724,20 @@ class TargetRunner:
             shot.end_to_end = True
         return shot.get_hidden_states_packed(lengths)[0][0]
 
-    def warm_up(self, planner: Planner, first_m: int, topology: Topology) -> None:
-        """Compute this rank's first micro-batch and forget it: what compiles or is tuned then does so at start, where
-        the others wait for this rank without limit."""
+    def warm_up(self, planner: Planner, first_m: int) -> Optional[int]:
+        """Compute the run's first micro-batch and forget it: what compiles or is tuned then does so at start, where the
+        others wait for this rank without limit. Returns the checksum of what was captured; None where nothing is to do."""
         if self.compiled and not self.packed:  # compiled by themselves: one row or several, within a window or beyond
             n = planner.tokens
             window = min(filter(None, expected_windows(self.decoder.config, len(self.layers))), default=n)
             lengths = [max(3, min(n // 4, window)), *([window + 1] if window < n else [])]
             for rows, length in itertools.product((2, 1), lengths):
                 self._padded_pass(np.zeros(rows * length, np.int64), np.full(rows, length))
-        m = next(topology.micro_batches_of(topology.target, first_m))
-        if m < planner.end_m:
-            self.forward(planner.plan(m))
+        if first_m >= planner.end_m:
+            return None
+        plan = planner.plan(first_m)
+        shots = ((shot, plan.lengths[documents]) for shot, documents in self.forward(plan))
+        return checksum(rows for shot, lengths in shots for rows in shot.get_hidden_state_layer_packs(lengths)[0])
 
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
         """Run the documents of a plan: all in one row, or padded within buckets of similar length."""
@@ -3783,6 +3789,18 @@ def check_targets_alike(fabric, runner: TargetRunner) -> None:
     wait_for_key(fabric.store, "target", f"[{topology}] waiting for {first} to load the target")
     if (reference := fabric.store.get("target").decode()) != own:
         raise UserError(f"targets would compute differently: {own} here, {reference} on {first}")
+
+
+def check_targets_round_alike(fabric, captured: Optional[int]) -> None:
+    """Warn where this target did not capture what the first one did, bit for bit, of the same micro-batch. (Kernels that
+    are chosen by timing them, as those of linear attention are, or other GPUs.)"""
+    topology, own = fabric.topology, str(captured)
+    first = topology.of(topology.ranks_of["target"][0])
+    if topology.rank == first.rank:
+        fabric.store.set("target/captured", own)
+    wait_for_key(fabric.store, "target/captured", f"[{topology}] waiting for {first} to warm up")
+    if fabric.store.get("target/captured").decode() != own:
+        print(f"warning: {topology} rounds otherwise than {first}: results depend on the number of targets", flush=True)
 
 
 def go_on_together(fabric, m: int, go_on: bool = True) -> bool:
@@ -5763,7 +5781,9 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
         )
         check_targets_alike(fabric, runner)
         del model  # the LM head and unread layers go
-        runner.warm_up(planner, first_m, topology)
+        captured = runner.warm_up(planner, first_m)
+        if topology.role == "target":
+            check_targets_round_alike(fabric, captured)
         fabric.start()
         if topology.role == "target shard":
             run_target_shard(fabric, planner, runner, first_m)

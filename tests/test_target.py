@@ -254,7 +254,7 @@ def test_compiled_layers_capture_the_same_and_are_compiled_at_start_only(layout,
     compiled.compiled = True
     compiled.compile_layers(backend=counting)
     planner = pipeline.Planner(make_documents([30, 12, 29]), arguments(tokens_per_micro_batch=512), 1)
-    compiled.warm_up(planner, 0, pipeline.Topology(0, 2, 0, 2, 1))
+    compiled.warm_up(planner, 0)
     assert counting.graphs == graphs  # two kinds of layer, times one row or several where padded
     assert all(torch.equal(packed_rows(compiled, plan), packed_rows(plain, plan)) for plan in plans)
     assert counting.graphs == graphs
@@ -310,3 +310,17 @@ def test_hidden_states_that_do_not_fit_their_documents_are_named():
     named = re.escape(f"micro-batch 0, documents {plan.documents[documents].tolist()}: lengths")
     with pytest.raises(RuntimeError, match=named):
         pipeline.pack_shots(plan, shots, layers, None)
+
+
+def test_targets_that_round_otherwise_are_warned_of(capsys):
+    """By what each captured of the same micro-batch, whichever its own first one is."""
+    planner, store = pipeline.Planner(make_documents(LENGTHS), arguments(tokens_per_micro_batch=160), 1), dist.HashStore()
+    runners = [TargetRunner(tiny("llama"), LAYERS, False, CPU) for _ in range(3)]
+    with torch.no_grad():
+        runners[2].layers[1].mlp.down_proj.weight[3, 5] *= 1 + 2**-10
+    for rank, runner in enumerate(runners):
+        fabric = SimpleNamespace(store=store, topology=pipeline.Topology(rank, 4, rank, 4, 3))
+        pipeline.check_targets_round_alike(fabric, runner.warm_up(planner, 0))
+    warning = "warning: target 2 (rank 2) rounds otherwise than target 0 (rank 0): results depend on the number of targets\n"
+    assert capsys.readouterr().out == warning
+    assert runners[0].warm_up(planner, planner.end_m) is None

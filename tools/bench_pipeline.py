@@ -265,7 +265,7 @@ def measure_target(rank: Rank, options, folder: Path) -> dict:
     runner, layers = rank.runner()
     plans = [planner.plan(m) for m in range(planner.end_m)]
     ticks = Ticks(folder / "forward.jsonl")
-    runner.warm_up(planner, 0, rank.topology)
+    runner.warm_up(planner, 0)
     for number, plan in enumerate(plans, 1):
         runner.forward(plan)
         if device.type == "cuda" and number in (warm_up, len(plans)):
