@@ -26,6 +26,7 @@ side's own device. No checkpoint is written. A failed measurement does not stop 
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -344,10 +345,17 @@ def train_and_sum_up(rank: Rank, trainer, options, folder: Path) -> dict:
 # The real pipeline
 
 
+def ms_between(before: pipeline.Span, after: pipeline.Span) -> float:
+    """From the end of one stage to the beginning of a later one; both are over."""
+    (_, end), (start, _) = before.marks, after.marks
+    return end.elapsed_time(start) if before.cuda else (start - end) * 1e3
+
+
 def record(folder: str) -> None:
-    """In every rank of a pipeline job, before main(): note the ends of steps and peaks of memory, write no checkpoint."""
+    """In every rank of a pipeline job, before main(): note the ends of steps, the gaps between a target's forward passes
+    and peaks of memory, write no checkpoint."""
     train_step, run_role, places = pipeline.DrafterTrainer.train_step, pipeline.run_role, Path(folder)
-    ticks = {}
+    send, ticks, passes = pipeline.HiddenStateSender.send, {}, []
 
     def ticking_train_step(self, step: int):
         rank = self.fabric.topology.role_rank
@@ -357,11 +365,19 @@ def record(folder: str) -> None:
         ticks[rank].tick(result.tokens)
         return result
 
+    def noting_send(self, job) -> None:
+        passes.append(job.forward)
+        send(self, job)
+
     def remembering_run_role(args, topology, fabric, stop_requested) -> None:
         run_role(args, topology, fabric, stop_requested)
+        if topology.role == "target":
+            gaps = [ms_between(before, after) for before, after in itertools.pairwise(passes)]
+            pipeline.write_json(places / f"gaps-{topology.role_rank}.json", gaps)
         (places / f"peak-{topology.role}-{topology.role_rank}").write_text(str(peak_memory_gb(fabric.device)))
 
     pipeline.DrafterTrainer.train_step, pipeline.run_role = ticking_train_step, remembering_run_role
+    pipeline.HiddenStateSender.send = noting_send
     pipeline.save_checkpoint = lambda *_, **__: "none, this is a measurement"
 
 
@@ -370,6 +386,9 @@ def pipeline_result(folder: Path, options, accumulation: int) -> dict:
     metrics, warm_up = read_lines(folder / "out" / "metrics.jsonl"), options.warm_up
     rest = metrics[warm_up:]
     ranks = {"target": options.target_ranks, "drafter": options.drafter_ranks}
+    first = warm_up * accumulation * options.drafter_ranks // options.target_ranks
+    found = [json.loads((folder / f"gaps-{t}.json").read_text())[first:] for t in range(options.target_ranks)]
+    gaps = [gap for rank in found for gap in rank]
     peaks = {role: [float((folder / f"peak-{role}-{r}").read_text()) for r in range(n)] for role, n in ranks.items()}
     return {
         "tokens_per_s": throughput(read_lines(folder / "ticks-0.jsonl"), warm_up),
@@ -377,6 +396,7 @@ def pipeline_result(folder: Path, options, accumulation: int) -> dict:
         "target_wait_share": mean(m["target_wait_share"] for m in rest),
         "drafter_wait_share": mean(m["drafter_wait_share"] for m in rest),
         "stages_ms": stages(metrics, warm_up, accumulation),
+        "ms_between_forward_passes": {"mean": mean(gaps), "median": statistics.median(gaps), "most": max(gaps)},
         "last_loss": metrics[-1]["loss"],
         "peak_memory_gb": {role: max(values) for role, values in peaks.items()},
     }
