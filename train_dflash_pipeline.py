@@ -4118,16 +4118,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return out[0].transpose(0, 1).flatten(1)
 
 
+class Matrix(nn.Linear):
+    """A linear layer without bias. Its values are loaded, or drawn by the drafter: torch's own would only cost time."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class DraftAttention(nn.Module):
     """Slots query the context and the slots; the context only gives keys and values."""
 
     def __init__(self, c: DrafterConfig):
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_proj = Matrix(c.hidden_size, c.num_attention_heads * c.head_dim)
+        self.k_proj = Matrix(c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.v_proj = Matrix(c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.o_proj = Matrix(c.num_attention_heads * c.head_dim, c.hidden_size)
         self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -4146,9 +4156,9 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     def __init__(self, c: DrafterConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Matrix(c.hidden_size, c.intermediate_size)
+        self.up_proj = Matrix(c.hidden_size, c.intermediate_size)
+        self.down_proj = Matrix(c.intermediate_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -4171,19 +4181,23 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """The trained module. It holds no frozen weight: embedding and head are the target's (`FrozenEnds`)."""
+    """The trained module. It holds no frozen weight: embedding and head are the target's (`FrozenEnds`).
 
-    def __init__(self, config: DrafterConfig, seed: int = 0):
+    Its matrices are drawn from normal(0, 0.02) by the seed; without one they are still to be loaded.
+    """
+
+    def __init__(self, config: DrafterConfig, seed: Optional[int] = None):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Matrix(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0.0, 0.02, generator=generator)
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for module in self.modules():
+                if isinstance(module, Matrix):
+                    nn.init.normal_(module.weight, 0.0, 0.02, generator=generator)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, 1, head_dim] each, of positions [T]; angles in fp32."""
@@ -4268,7 +4282,7 @@ def choose_drafter_config(args: Arguments, text_config, tokenizer) -> DrafterCon
 
 def build_drafter(config: DrafterConfig, args: Arguments) -> DFlashDrafter:
     """The drafter as a run starts it, in fp32 on the CPU: a function of its configuration, the seed and what it starts from."""
-    drafter = DFlashDrafter(config, args.data.seed)
+    drafter = DFlashDrafter(config, args.data.seed if args.drafter.init_from is None else None)
     if args.drafter.init_from is not None:
         folder = find_drafter_folder(args.drafter.init_from)
         drafter.load_state_dict(load_drafter(folder, torch.device("cpu"), torch.float32).state_dict())

@@ -55,7 +55,7 @@ def drafter_config(layer_types=(FULL, FULL), window=5, block=B) -> DrafterConfig
 
 def random_drafter(config: DrafterConfig) -> DFlashDrafter:
     """Weights large enough that every path carries signal, norms included."""
-    drafter = DFlashDrafter(config)
+    drafter = DFlashDrafter(config, seed=0)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in drafter.parameters():
