@@ -3,6 +3,7 @@
 One start of three ranks (one target, two drafters) serves nearly all; each case is a real run with one injected fault.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import train_dflash_pipeline as pipeline
+from helpers import arguments
 from pipeline_runner import REPOSITORY, SMALL, Case, run_cases
 from test_pipeline_runs import make_planner, plain_reference
 
@@ -429,3 +431,24 @@ def test_a_range_too_small_shows_in_fp32():
     assert text.endswith("so it is the range of float16")
     text = replay_dump.verdict(dump, [half, replay_dump.Replay("float32", bad=["loss, split"])], False, None)
     assert text.endswith("in fp32, too")
+
+
+def test_replaying_with_a_drafter_of_another_shape_is_refused(tmp_path):
+    args = arguments(target="toy", num_draft_layers=2)
+    text = pipeline.load_target_config(args.target).get_text_config()
+    config = pipeline.DrafterConfig.for_target(text, args.drafter, (1, 3), 300)
+    dump = SimpleNamespace(config=config, args=args, weights=None, checkpoint=None)
+
+    def folder(name, **changes) -> str:
+        drafter = pipeline.DFlashDrafter(dataclasses.replace(config, **changes), seed=1)
+        (tmp_path / name).mkdir()
+        pipeline.write_json(tmp_path / name / "config.json", drafter.config.to_json())
+        pipeline.write_tensors(tmp_path / name / "model.safetensors", drafter.state_dict(), {"format": "pt"})
+        return str(tmp_path / name)
+
+    weights, source = replay_dump.load_weights(dump, folder("same"))
+    assert source.endswith("same") and torch.equal(weights["fc.weight"], pipeline.DFlashDrafter(config, 1).fc.weight)
+    with pytest.raises(pipeline.UserError, match=r"layers.1.input_layernorm.weight is not there, in the drafter that was kept"):
+        replay_dump.load_weights(dump, folder("shallow", num_hidden_layers=1, layer_types=config.layer_types[:1]))
+    with pytest.raises(pipeline.UserError, match=r"fc.weight is \[64, 192\], in the drafter that was kept it is \[64, 128\]"):
+        replay_dump.load_weights(dump, folder("wide", target_layer_ids=(1, 2, 3)))

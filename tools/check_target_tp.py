@@ -110,7 +110,9 @@ def main() -> int:
         states[target_tp], share = captured(model, ids, lengths), share_held(model)
         del model
     if first:
-        tolerance = args.tolerance or (1e-4 if config.dtype == torch.float32 else 5e-2)
+        tolerance = args.tolerance
+        if tolerance is None:
+            tolerance = 1e-4 if config.dtype == torch.float32 else 5e-2
         beyond = compare(states[1], states[ranks], tolerance)
         verdict = f"layers {beyond} are beyond" if beyond else "all layers within"
         print(f"{ranks} ranks, {share:.0%} of the weights on each, {target.target_dtype}: {verdict} {tolerance:g}")

@@ -178,14 +178,24 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def load_weights(dump: Dump, source: Optional[str]) -> tuple[dict[str, Tensor], str]:
-    """(the drafter's weights, where they are from): `source`, else the dump, else the checkpoint that it names."""
+    """(the drafter's weights, where they are from): `source`, else the dump, else the checkpoint that it names.
+
+    Raises UserError for a drafter of another shape than the dump's.
+    """
     if source is None and dump.weights is not None:
         return dump.weights, "the dump"
     source = source or dump.checkpoint
     if source is None:
         return pipeline.build_drafter(dump.config, dump.args).state_dict(), "the drafter's start"
     folder = pipeline.find_drafter_folder(source)
-    return pipeline.load_drafter(folder, torch.device("cpu"), torch.float32).state_dict(), str(folder)
+    weights = pipeline.load_drafter(folder, torch.device("cpu"), torch.float32).state_dict()
+    with torch.device("meta"):
+        own = pipeline.DFlashDrafter(dump.config).state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        there, here = (list(side[name].shape) if name in side else "not there" for side in (weights, own))
+        if there != here:
+            raise UserError(f"{folder}: {name} is {there}, in the drafter that was kept it is {here}")
+    return weights, str(folder)
 
 
 def run_drafter(dump: Dump, replay: Replay, weights: dict, inputs: dict, device: torch.device) -> None:
