@@ -3803,6 +3803,22 @@ def check_targets_round_alike(fabric, captured: Optional[int]) -> None:
         print(f"warning: {topology} rounds otherwise than {first}: results depend on the number of targets", flush=True)
 
 
+def load_runner(args: Arguments, target_config, config, fabric, planner: Planner, first_m: int) -> TargetRunner:
+    """This rank's target with its hooks, or its share of one, warmed up; all targets are seen to compute alike."""
+    topology, device = fabric.topology, fabric.device
+    model = load_target(args.target, target_config, device, topology.target_tp)
+    if (warning := check_unproven_target(model, target_config)) and topology.rank == topology.ranks_of["target"][0]:
+        print(f"warning: {warning}", flush=True)
+    layout, with_last = args.target.target_layout, args.data.loss == "kl"
+    runner = TargetRunner(model, config.target_layer_ids, with_last, device, layout, args.pipeline.compile)
+    check_targets_alike(fabric, runner)
+    del model  # the LM head and unread layers go
+    captured = runner.warm_up(planner, first_m)
+    if topology.role == "target":
+        check_targets_round_alike(fabric, captured)
+    return runner
+
+
 def go_on_together(fabric, m: int, go_on: bool = True) -> bool:
     """What the leader of a sharded target says of micro-batch m, on all its ranks: compute it, or stop before it."""
     if fabric.topology.target_tp == 1:
@@ -5777,32 +5793,21 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
     fabric.connect()
     fabric.board.now("loading and warming up the model", may_last=True)
 
-    with_last = args.data.loss == "kl"
     ring = SlotRing(
         0 if topology.role == "target shard" else args.pipeline.prefetch_depth, tokens=planner.tokens,
-        num_layers=len(config.target_layer_ids), hidden_size=text_config.hidden_size, with_last=with_last,
+        num_layers=len(config.target_layer_ids), hidden_size=text_config.hidden_size, with_last=args.data.loss == "kl",
         dtype=target_config.dtype, device=device, staged=fabric.shares_gpus, poison=args.pipeline.poison_slots,
     )  # fmt: skip
     guard = Guard(args, topology, planner, config)
     faults.check_end(planner.end_m)
     first_m = planner.first_m(first_step)
     if topology.role != "drafter":
-        model = load_target(args.target, target_config, device, topology.target_tp)
-        if (warning := check_unproven_target(model, target_config)) and topology.rank == topology.ranks_of["target"][0]:
-            print(f"warning: {warning}", flush=True)
-        runner = TargetRunner(
-            model, config.target_layer_ids, with_last, device, args.target.target_layout, args.pipeline.compile
-        )
-        check_targets_alike(fabric, runner)
-        del model  # the LM head and unread layers go
-        captured = runner.warm_up(planner, first_m)
-        if topology.role == "target":
-            check_targets_round_alike(fabric, captured)
+        runner = load_runner(args, target_config, config, fabric, planner, first_m)
         fabric.start()
         if topology.role == "target shard":
             run_target_shard(fabric, planner, runner, first_m)
-            return
-        run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults)
+        else:
+            run_target_rank(args, fabric, planner, runner, ring, first_m, stop_requested, guard, faults)
         return
     if topology.role_rank == 0:
         announce(args, topology, device, planner, config, first_step)
