@@ -160,6 +160,17 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # transformers shards onto any GPU that i
 SWITCHES = list(itertools.product((True, False), repeat=2))
 
 
+def test_a_target_of_two_ranks_trains_as_a_whole_one_does(tmp_path):
+    """The short form of what follows, with one drafter."""
+    common = [*SMALL, "--train-data", str(equiv.write_small_data(tmp_path / "train.jsonl")), "--max-steps", "3"]
+    whole = run_cases(2, [Case("whole", [*common, "--num-target-ranks", "1"])], tmp_path / "whole")["whole"].check_ok()
+    flags = [*common, "--num-target-ranks", "2", "--target-tp", "2"]
+    shared = run_cases(3, [Case("shared", flags, LOOK, NO_GPU)], tmp_path / "shared")["shared"].check_ok()
+    assert "DTensor" in shared.out[0] + shared.out[1]
+    pairs = [[(m["loss"], m["grad_norm"]) for m in result.metrics] for result in (whole, shared)]
+    assert len(pairs[0]) == 3 and pairs[1] == [pytest.approx(pair, rel=1e-4) for pair in pairs[0]]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two drafters and a target of one rank (3 ranks in all), or of two: name -> result."""
