@@ -1367,9 +1367,20 @@ class Documents:
     @functools.cached_property
     def num_trainable(self) -> int:
         """Documents with two neighbouring supervised tokens."""
-        pairs = self.loss_mask & np.append(self.loss_mask[1:], False)
-        pairs[self.offsets[1:] - 1] = False  # the neighbour is of the next document
-        return int(np.logical_or.reduceat(pairs, self.offsets[:-1]).sum())
+        count = 0
+        for some in range(0, len(self), 1 << 14):
+            offsets = self.offsets[some : some + (1 << 14) + 1]
+            mask = self.loss_mask[offsets[0] : offsets[-1]]
+            pairs = mask & np.append(mask[1:], False)
+            pairs[offsets[1:] - offsets[0] - 1] = False  # the neighbour is of the next document
+            count += int(np.logical_or.reduceat(pairs, offsets[:-1] - offsets[0]).sum())
+        return count
+
+    def holding(self, token_id: int) -> int:
+        """How many documents hold a token."""
+        starts, size = range(0, len(self.token_ids), 1 << 24), 1 << 24
+        places = np.concatenate([i + np.flatnonzero(self.token_ids[i : i + size] == token_id) for i in starts])
+        return len(np.unique(np.searchsorted(self.offsets, places, "right")))
 
     def summary(self) -> str:
         idle = len(self) - self.num_trainable
@@ -1549,9 +1560,11 @@ class ChatTokenizer:
                  template_kwargs: Optional[dict] = None):  # fmt: skip
         self.tokenizer, self.max_tokens, self.cut_off_answers = tokenizer, max_tokens, cut_off_answers
         self.template_kwargs = template_kwargs or {}
-        self.added_ids = set(tokenizer.added_tokens_decoder)
-        self.special_ids = {i for i in self.added_ids if tokenizer.added_tokens_decoder[i].special}
-        self.special_texts = [tokenizer.added_tokens_decoder[i].content for i in sorted(self.special_ids)]
+        # What may end a turn: special tokens, else other added ones that are no closing tags of reasoning or tool calls.
+        added = sorted(tokenizer.added_tokens_decoder.items())
+        special = {i: token.content for i, token in added if token.special}
+        others = {i: token.content for i, token in added if not token.special and not token.content.startswith("</")}
+        self.closing_ids, self.closing_texts = (set(special), set(others)), [*special.values(), *others.values()]
 
     def describe(self) -> dict:
         """What decides, beside the rows, which documents they become, by the name that an error gives it."""
@@ -1667,13 +1680,13 @@ class ChatTokenizer:
                 found.append((max(start, begin), len(body) - len(closing), end))
                 continue
             behind = re.compile(r"\s*").match(text, end).end()
-            closing = next((token for token in self.special_texts if text.startswith(token, behind)), "")
+            closing = next((token for token in self.closing_texts if text.startswith(token, behind)), "")
             found.append((max(start, begin), end, behind + len(closing)))
         return found
 
     def _closing_token(self, text: str) -> str:
-        """The special token at the end of a text, or nothing."""
-        return next((token for token in self.special_texts if text.endswith(token)), "")
+        """The token at the end of a text that may end a turn, or nothing."""
+        return next((token for token in self.closing_texts if text.endswith(token)), "")
 
     def _find_answer(self, messages: list[dict], j: int, tools, begin: int, text: str, answer: str) -> int:
         """Where the answer of turn j starts; -1 where it is not all that the model wrote in this turn."""
@@ -1704,7 +1717,7 @@ class ChatTokenizer:
         for (first, answer_end, turn_end), (_, answer_ends_at, _) in zip(bounds.tolist(), spans):
             mask[first:answer_end] = True
             beyond = [int(token) for token in ids[answer_end:turn_end]]
-            closing = (i for kind in (self.special_ids, self.added_ids) for i, token in enumerate(beyond) if token in kind)
+            closing = (i for kind in self.closing_ids for i, token in enumerate(beyond) if token in kind)
             if (place := next(closing, None)) is not None:
                 end_of_turn = answer_end + place
                 gap = text[answer_ends_at : begins[end_of_turn]].strip()
@@ -1899,12 +1912,16 @@ def choose_mask_token(tokenizer, embedding_rows: int, requested: Optional[int], 
 
 
 def check_data(documents: Documents, held_out: Optional[Documents], mask_token_id: int) -> None:
-    """Raise UserError for text in which there is nothing to predict, and for a mask token that stands in the text."""
+    """Raise UserError for text in which there is nothing to predict, and for a mask token that is a part of the text: more
+    than a quotation, which is warned of."""
     for flag, part in (("--train-data", documents), ("--eval-data", held_out)):
         if part is not None and not part.num_trainable:
             raise UserError(f"{flag}: no document has two supervised tokens in a row, so there is nothing to predict")
-    if count := int((documents.token_ids == mask_token_id).sum()):
-        raise UserError(f"mask token {mask_token_id} stands {count:,} times in the text: choose another with --mask-token-id")
+        if part is not None and (count := part.holding(mask_token_id)):
+            line = f"{flag}: {count:,} of {len(part):,} documents hold the mask token {mask_token_id}"
+            if count > 0.01 * len(part):
+                raise UserError(f"{line}: choose another with --mask-token-id")
+            print(f"warning: {line}, as if their text were to be filled in there", flush=True)
 
 
 # ======================================================================================================================
@@ -2415,33 +2432,26 @@ def only_key(files: dict[str, Path], pattern: str, target: str) -> str:
     return keys[0]
 
 
-def sampled_rows(tensor) -> Iterator[Tensor]:
-    """Of a slice object of safetensors: a vector whole, of a matrix (or more dimensions) the first, middle and last row."""
-    *outer, _ = tensor.get_shape() or [0]
-    if not outer:
-        yield tensor[...]
-    for share in (0, 0.5, 1) if outer else ():
-        places = (int(share * (n - 1)) for n in outer)
-        yield tensor[tuple(slice(i, i + 1) for i in places)]
-
-
 def target_hashes(target: str) -> dict[str, str]:
     """A target by what it is, not by where it lies: hashes of its config.json and of its weights.
 
-    weights_sha256 covers names, dtypes and shapes of all tensors, the values of its vectors (norms, biases) and of three
-    rows of every matrix: cheap at any size, and different after a fine-tune, a merged adapter too.
+    weights_sha256 covers names, dtypes and shapes of all tensors and the values of its vectors (norms, biases),
+    matrices_sha256 the middle row of every matrix (of many experts in one tensor, the middle one's): cheap at any size,
+    and different after a fine-tune or with an adapter merged in.
     """
     from transformers.utils import cached_file
 
-    config, digest = Path(cached_file(target, "config.json")).read_bytes(), hashlib.sha256()
+    config, digest, matrices = Path(cached_file(target, "config.json")).read_bytes(), hashlib.sha256(), hashlib.sha256()
     for path in sorted(set(safetensors_index(target).values())):
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
                 part = file.get_slice(name)
                 digest.update(f"{name} {part.get_dtype()} {part.get_shape()}\n".encode())
-                for row in sampled_rows(part):
-                    digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
-    return {"config_sha256": hashlib.sha256(config).hexdigest(), "weights_sha256": digest.hexdigest()}
+                *outer, _ = part.get_shape() or [0]
+                rows = part[tuple(slice(n // 2, n // 2 + 1) for n in outer)] if outer else file.get_tensor(name)
+                (matrices if outer else digest).update(rows.flatten().view(torch.uint8).numpy().tobytes())
+    hashes = {"config": hashlib.sha256(config), "weights": digest, "matrices": matrices}
+    return {f"{what}_sha256": found.hexdigest() for what, found in hashes.items()}
 
 
 def read_tensor(files: dict[str, Path], key: str, target: str) -> Tensor:
@@ -3055,13 +3065,13 @@ class Header:
 
 
 def checksum(parts: Iterable[Tensor]) -> int:
-    """Position-dependent sum over the 16- or 32-bit words of tensors. Waits for the device."""
+    """Position-dependent sum over the 16- or 32-bit words of tensors, in chunks: 32 bytes a word. Waits for the device."""
     total = 0
     for part in parts:
-        words = part.flatten().view(torch.int16 if part.itemsize == 2 else torch.int32).to(torch.int64)
-        places = torch.arange(1, len(words) + 1, device=words.device) % 65521
-        total = total * 31 + int((words * places).sum())
-    return total % 2**62
+        for words in part.flatten().view(torch.int16 if part.itemsize == 2 else torch.int32).split(1 << 22):
+            places = torch.arange(1, len(words) + 1, device=words.device) % 65521
+            total = (total * 31 + int((words.to(torch.int64) * places).sum())) % 2**62
+    return total
 
 
 def message_bytes(payload_bytes: int) -> int:
@@ -3724,9 +3734,9 @@ class TargetRunner:
             shot.end_to_end = True
         return shot.get_hidden_states_packed(lengths)[0][0]
 
-    def warm_up(self, planner: Planner, first_m: int) -> Optional[int]:
+    def warm_up(self, planner: Planner, first_m: int, summed: bool = False) -> Optional[int]:
         """Compute the run's first micro-batch and forget it: what compiles or is tuned then does so at start, where the
-        others wait for this rank without limit. Returns the checksum of what was captured; None where nothing is to do."""
+        others wait for this rank without limit. Returns the checksum of the captured layers if `summed`."""
         if self.compiled and not self.packed:  # compiled by themselves: one row or several, within a window or beyond
             n = planner.tokens
             window = min(filter(None, expected_windows(self.decoder.config, len(self.layers))), default=n)
@@ -3736,8 +3746,9 @@ class TargetRunner:
         if first_m >= planner.end_m:
             return None
         plan = planner.plan(first_m)
-        shots = ((shot, plan.lengths[documents]) for shot, documents in self.forward(plan))
-        return checksum(rows for shot, lengths in shots for rows in shot.get_hidden_state_layer_packs(lengths)[0])
+        shots = [(shot, shot.real_rows(plan.lengths[documents])) for shot, documents in self.forward(plan)]
+        kept = ((shot.captured[i], rows) for shot, rows in shots for i in shot.fc_layer_ids)
+        return checksum(states.flatten(0, 1).index_select(0, rows) for states, rows in kept) if summed else None
 
     def forward(self, plan: BatchPlan) -> list[tuple[HookCapture, slice]]:
         """Run the documents of a plan: all in one row, or padded within buckets of similar length."""
@@ -3813,8 +3824,9 @@ def load_runner(args: Arguments, target_config, config, fabric, planner: Planner
     runner = TargetRunner(model, config.target_layer_ids, with_last, device, layout, args.pipeline.compile)
     check_targets_alike(fabric, runner)
     del model  # the LM head and unread layers go
-    captured = runner.warm_up(planner, first_m)
-    if topology.role == "target":
+    compared = topology.role == "target" and topology.num_targets > 1
+    captured = runner.warm_up(planner, first_m, compared)
+    if compared:
         check_targets_round_alike(fabric, captured)
     return runner
 
@@ -4822,8 +4834,13 @@ def check_identity(point: ResumePoint, saved: dict, identity: dict, num_drafters
             f"({START_ANEW})"
         )
     for key, value in identity.items():
-        if saved.get(key) != value:
-            was, now = json.dumps(saved.get(key))[:100], json.dumps(value)[:100]
+        was = saved.get(key)
+        if isinstance(was, dict) and isinstance(value, dict):  # the target's hashes, as far as that version made them
+            value = {name: value.get(name) for name in was}
+            if differing := [name for name in was if was[name] != value[name]]:
+                key, was, value = f"{key} {differing[0]}", was[differing[0]], value[differing[0]]
+        if was != value:
+            was, now = json.dumps(was)[:100], json.dumps(value)[:100]
             raise UserError(f"cannot resume {point.folder}: {key} was {was} and is {now} now ({START_ANEW})")
 
 
@@ -5326,8 +5343,9 @@ def load_deepspeed_config(args: Arguments, device: torch.device) -> dict:
 def inexact_sums(config: dict) -> Optional[str]:
     """How to have gradients summed in fp32, where a configuration of bf16 training does not say so."""
     wanted = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    places = (config.get("data_types") or {}, wanted["data_types"]), (config, {"communication_data_type": "fp32"})
-    if all(have.get(key) == value for have, want in places for key, value in want.items()):
+    types = config.get("data_types")
+    accumulated = types.get("grad_accum_dtype") if isinstance(types, dict) else None
+    if accumulated == config.get("communication_data_type") == "fp32":
         return None
     return f"gradients are accumulated or sent in bf16; for sums in fp32 add {json.dumps(wanted)[1:-1]}"
 

@@ -13,7 +13,6 @@ target_ranks="${TARGET_RANKS:-5}"
 max_restarts="${MAX_RESTARTS:-3}"
 
 set -- --target "$target" --num-target-ranks "$target_ranks" --num-full-attention-layers 0 --sliding-window 2048 \
-    --tokens-per-micro-batch 4096 --anchors-per-micro-batch 512 --anchor-draw even --gradient-accumulation-steps 4 \
-    --save-every 500 "$@"
+    --tokens-per-micro-batch 4096 --anchors-per-micro-batch 512 --gradient-accumulation-steps 4 --save-every 500 "$@"
 check_flags "$@"
 run_torchrun --standalone --nproc_per_node "$ranks" --max-restarts "$max_restarts" train_dflash_pipeline.py "$@" || exit

@@ -579,7 +579,7 @@ def test_a_target_in_another_dtype_is_warned_of(runs, monkeypatch, capsys):
 def test_an_export_knows_its_target_and_its_template_variables(subject, runs, monkeypatch, capsys):
     """As a checkpoint does: nothing need be said again, and what differs is warned of."""
     folder, target = runs / "exported", subject("qwen3").folder
-    (folder).mkdir()
+    folder.mkdir()
     for file in (runs / "bare").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     record = {"name": target, "dtype": "float32", "trained_on": "float32", **pipeline.target_hashes(target)}
@@ -591,10 +591,23 @@ def test_an_export_knows_its_target_and_its_template_variables(subject, runs, mo
     assert "other weights" not in err
     _, err = command(monkeypatch, capsys, *flags, "--chat-template-kwargs", "{}")
     assert f"{folder} was trained with --chat-template-kwargs" in err
-    record["target"]["weights_sha256"] = "0" * 64
+    for name in ("weights_sha256", "matrices_sha256"):
+        other = record | {"target": record["target"] | {name: "0" * 64}}
+        pipeline.write_json(folder / "export.json", other)
+        _, err = command(monkeypatch, capsys, *flags)
+        assert f"{folder} was trained on, or exported for, a target with other weights than {target}" in err
+    del record["chat_template_kwargs"], record["target"]["matrices_sha256"]  # of an earlier version: not known, not compared
     pipeline.write_json(folder / "export.json", record)
-    _, err = command(monkeypatch, capsys, *flags)
-    assert f"{folder} was trained on, or exported for, a target with other weights than {target}" in err
+    _, err = command(monkeypatch, capsys, *flags, "--chat-template-kwargs", '{"enable_thinking": true}')
+    assert "other weights" not in err and "was trained with" not in err
+
+
+def test_a_json_file_of_somebody_else_beside_a_drafter_says_nothing(runs, tmp_path):
+    for file in (runs / "bare").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for text in ("[]", "{", '{"target": "x"}', '{"target": {"name": "x"}}'):
+        (tmp_path / "export.json").write_text(text)
+        assert evaluation.find_drafter(str(tmp_path)) == (tmp_path, {})
 
 
 def test_drafters_take_turns_in_coming_first(subject, runs, monkeypatch, capsys):

@@ -667,3 +667,20 @@ def test_killed_runs_go_on_exactly(place):
                "--seed", "135", "--steps", "5", "--num-target-ranks", "1", "--num-drafter-ranks", "1"]  # fmt: skip
     result = subprocess.run([*command, "--keep", str(place / "killed")], capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and "PASS: 1 of 1 identical" in result.stdout, result.stdout + result.stderr
+
+
+def test_hashes_that_an_earlier_version_did_not_make_are_not_compared():
+    point = SimpleNamespace(folder="here", drafter_ranks=1)
+
+    def check(saved: dict, now: dict) -> None:
+        rest = {"micro_batches_per_step": 1}
+        pipeline.check_identity(point, rest | {"target": saved}, rest | {"target": now}, 1)
+
+    now = {"config_sha256": "c", "weights_sha256": "w", "matrices_sha256": "m"}
+    check({"config_sha256": "c", "weights_sha256": "w"}, now)
+    check(now, now)
+    for name in now:
+        with pytest.raises(UserError, match=f'cannot resume here: target {name} was "other" and is "{now[name]}" now'):
+            check(now | {name: "other"}, now)
+    with pytest.raises(UserError, match='target was "toy" and is {"config_sha256"'):
+        check("toy", now)

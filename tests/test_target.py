@@ -320,7 +320,7 @@ def test_targets_that_round_otherwise_are_warned_of(capsys):
         runners[2].layers[1].mlp.down_proj.weight[3, 5] *= 1 + 2**-10
     for rank, runner in enumerate(runners):
         fabric = SimpleNamespace(store=store, topology=pipeline.Topology(rank, 4, rank, 4, 3))
-        pipeline.check_targets_round_alike(fabric, runner.warm_up(planner, 0))
+        pipeline.check_targets_round_alike(fabric, runner.warm_up(planner, 0, summed=True))
     warning = "warning: target 2 (rank 2) rounds otherwise than target 0 (rank 0): results depend on the number of targets\n"
     assert capsys.readouterr().out == warning
-    assert runners[0].warm_up(planner, planner.end_m) is None
+    assert runners[0].warm_up(planner, planner.end_m, summed=True) is None

@@ -364,8 +364,15 @@ def test_an_end_of_turn_that_is_no_special_token_is_supervised():
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>\n{% endfor %}" + (
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    [(ids, mask)], reasons = ChatTokenizer(tokenizer).documents({"messages": CHAT[:2]})
-    assert not reasons and tokenizer.decode(ids[mask]) == f"{FIRST}<|eot|>"
+    plain = tokenizer.chat_template
+    tagged = plain.replace("{{ m.content }}<|eot|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot|>"
+                           "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")  # fmt: skip
+    outside = tagged.replace("<|eot|>{% endgeneration %}", "{% endgeneration %}<|eot|>")
+    for template in (plain, tagged, outside):
+        tokenizer.chat_template = template
+        for row, end in (({}, "<|eot|>"), ({"finish_reason": "length"}, "")):
+            [(ids, mask)], reasons = ChatTokenizer(tokenizer).documents({"messages": CHAT[:2]} | row)
+            assert not reasons and tokenizer.decode(ids[mask]) == FIRST + end
 
 
 def test_the_rest_of_a_think_block_that_the_prompt_opens_is_not_supervised():
@@ -392,8 +399,21 @@ def test_documents_with_nothing_to_predict_are_counted_and_refused():
     for parts, complaint in (((idle, None), "--train-data: no document"), ((good, idle), "--eval-data: no document")):
         with pytest.raises(UserError, match=complaint):
             pipeline.check_data(*parts, 99)
-    with pytest.raises(UserError, match="mask token 4 stands 1 times in the text"):
+    with pytest.raises(UserError, match="--train-data: 1 of 3 documents hold the mask token 4: choose another"):
         pipeline.check_data(good, None, 4)
+    with pytest.raises(UserError, match="--eval-data: 1 of 3 documents hold the mask token 4"):
+        pipeline.check_data(pipeline.Documents(np.arange(9, 18), *(getattr(good, n) for n in ("loss_mask", "offsets", "rows")),
+                                               {}, 3), good, 4)  # fmt: skip
+
+
+def test_a_quoted_mask_token_is_warned_of(capsys):
+    rng, lengths = np.random.default_rng(0), np.full(500, 4)
+    ids = rng.integers(0, 50, 2000).astype(np.int32)
+    ids[[3, 40, 41, 1999]] = 77  # in documents 0, 10 and 499
+    documents = pipeline.Documents(ids, np.ones(2000, bool), np.cumsum([0, *lengths]), np.arange(500), {}, 500)
+    assert documents.holding(77) == 3 and documents.holding(78) == 0 and documents.num_trainable == 500
+    pipeline.check_data(documents, None, 77)
+    assert capsys.readouterr().out.startswith("warning: --train-data: 3 of 500 documents hold the mask token 77")
 
 
 # Formats and files ----------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ def pipeline_result(folder: Path, options, accumulation: int) -> dict:
         "target_wait_share": mean(m["target_wait_share"] for m in rest),
         "drafter_wait_share": mean(m["drafter_wait_share"] for m in rest),
         "stages_ms": stages(metrics, warm_up, accumulation),
-        "ms_between_forward_passes": {"mean": mean(gaps), "median": statistics.median(gaps), "most": max(gaps)},
+        "ms_between_forward_passes": gaps and {"mean": mean(gaps), "median": statistics.median(gaps), "most": max(gaps)},
         "last_loss": metrics[-1]["loss"],
         "peak_memory_gb": {role: max(values) for role, values in peaks.items()},
     }

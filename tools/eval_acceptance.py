@@ -421,7 +421,8 @@ def choose_template_kwargs(given: Optional[str], saved: dict[str, dict]) -> dict
 
     Raises UserError where runs differ and none are given.
     """
-    trained = {run: pipeline.parse_template_kwargs(flags.get("chat_template_kwargs")) for run, flags in saved.items() if flags}
+    known = {run: flags["chat_template_kwargs"] for run, flags in saved.items() if "chat_template_kwargs" in flags}
+    trained = {run: pipeline.parse_template_kwargs(text) for run, text in known.items()}
     if given is None:
         values = list(trained.values()) or [{}]
         if any(value != values[0] for value in values):
@@ -437,8 +438,8 @@ def choose_template_kwargs(given: Optional[str], saved: dict[str, dict]) -> dict
 def load_drafters(args, runs: dict[str, tuple[Path, dict]], config, target: pipeline.TargetArguments) -> dict:
     """{name: drafter in fp32 on the CPU}, each before training too if wanted; UserError where one does not fit."""
     text, drafters = config.get_text_config(), {}
-    random = target.target in pipeline.RANDOM_TARGETS
-    weights_sha256 = None if random else pipeline.target_hashes(target.target)["weights_sha256"]
+    known = target.target not in pipeline.RANDOM_TARGETS and any("hashes" in saved for _, saved in runs.values())
+    hashes = pipeline.target_hashes(target.target) if known else {}
     for name, (folder, saved) in runs.items():
         drafter = pipeline.load_drafter(folder, torch.device("cpu"), torch.float32, text.num_hidden_layers)
         if (own := drafter.config.hidden_size) != text.hidden_size:
@@ -447,7 +448,8 @@ def load_drafters(args, runs: dict[str, tuple[Path, dict]], config, target: pipe
             raise UserError(f"{name} is not for this target: it has no row for the mask token {mask}")
         if saved.get("target_dtype", target.target_dtype) != target.target_dtype:
             warn(f"{name} was trained on a target in {saved['target_dtype']}, this one is in {target.target_dtype}")
-        if "weights_sha256" in saved and saved["weights_sha256"] != weights_sha256:
+        others = (saved.get("hashes", {}).get(key, own) != own for key, own in hashes.items() if key != "config_sha256")
+        if any(others):
             warn(f"{name} was trained on, or exported for, a target with other weights than {target.target}")
         if args.untrained:
             drafters[f"{name} (untrained)"] = untrained_drafter(drafter.config, saved)

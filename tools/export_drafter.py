@@ -382,22 +382,27 @@ def absolute(target: str) -> str:
 
 
 def read_origin(folder: Path) -> dict:
-    """What is known about how a drafter was made; empty if nothing.
+    """What is known about how a drafter was made; empty if nothing, or if what stands there is not ours.
 
-    Of a checkpoint all flags of the run, of an export target, target_dtype and chat_template_kwargs; of both step, data
-    (the documents' fingerprint) and weights_sha256 (`pipeline.target_hashes`; None for random targets).
+    Of a checkpoint all flags of the run, of an export target, target_dtype and, where known, chat_template_kwargs; of both
+    step, data (the documents' fingerprint) and hashes (the target's, see `pipeline.target_hashes`; None for random ones).
     """
-    if (folder.parent / "state.json").is_file():
-        state = json.loads((folder.parent / "state.json").read_text())
-        hashes = state["identity"]["target"]
-        known = {"step": state["step"], "data": state["identity"]["data"]}
-        return state["arguments"] | known | {"weights_sha256": hashes["weights_sha256"] if isinstance(hashes, dict) else None}
-    if (folder / "export.json").is_file():
-        record = json.loads((folder / "export.json").read_text())
-        target = record["target"]
-        return {key: record.get(key) for key in ("step", "data", "chat_template_kwargs")} | {
-            "target": target["name"], "target_dtype": target["trained_on"], "weights_sha256": target["weights_sha256"],
-        }  # fmt: skip
+    try:
+        if (folder.parent / "state.json").is_file():
+            state = json.loads((folder.parent / "state.json").read_text())
+            flags, identity = state["arguments"], state["identity"]
+            template = {"chat_template_kwargs": flags["chat_template_kwargs"] or "{}"}
+            hashes = identity["target"] if isinstance(identity["target"], dict) else None
+            return flags | template | {"step": state["step"], "data": identity["data"], "hashes": hashes}
+        if (folder / "export.json").is_file():
+            record = json.loads((folder / "export.json").read_text())
+            target = record["target"]
+            hashes = {name: value for name, value in target.items() if name.endswith("_sha256") and value is not None}
+            return {key: record[key] for key in ("step", "data", "chat_template_kwargs") if key in record} | {
+                "target": target["name"], "target_dtype": target["trained_on"], "hashes": hashes or None,
+            }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
     return {}
 
 

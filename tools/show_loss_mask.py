@@ -113,7 +113,7 @@ def main(argv=None) -> None:
         found.add(number)
         for token_ids, mask in kept:
             print(f"--- row {number}: {len(token_ids):,} tokens, {int(mask.sum()):,} supervised")
-            print(marked(token_ids, mask, tokenizer, chat.special_ids, colour))
+            print(marked(token_ids, mask, tokenizer, chat.closing_ids[0], colour))
         for reason in reasons:
             print(f"--- row {number}: left out: {reason}")
     if missing := set(args.row or []) - found:
