@@ -288,6 +288,27 @@ def test_what_else_is_auto_in_a_deepspeed_file_keeps_its_default(tmp_path):
     assert "train_batch_size" not in config and config["gradient_clipping"] == 3
 
 
+def test_what_start_up_made_is_not_looked_through_again():
+    """In a process of its own: other tests' garbage stays theirs."""
+    code = """
+import gc, sys, weakref
+sys.path.insert(0, REPOSITORY)
+import train_dflash_pipeline as pipeline
+class Thing: pass
+kept = [Thing() for _ in range(1000)]
+pipeline.freeze_objects()
+assert gc.get_freeze_count() > 10_000 and len(gc.get_objects()) < 1000
+new = Thing()
+new.itself, gone = new, weakref.ref(new)
+del new
+gc.collect()
+assert gone() is None
+"""
+    code = code.replace("REPOSITORY", repr(str(REPOSITORY)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # What a user's GPUs run, bf16 with fp32 masters, on the CPU: DeepSpeed beside a few lines of torch.
 BF16_TRAINING = """
 import copy, json, os, sys

@@ -172,6 +172,7 @@ class Rank:
     def train(self, trainer: pipeline.DrafterTrainer, ticks: Ticks, warm_up: int) -> tuple[list[dict], int]:
         """All steps of the run. (Their figures, graphs compiled after the warm-up.)"""
         metrics, pending, graphs = [], None, 0
+        pipeline.freeze_objects()
         for step in range(self.planner.total_steps):
             if step == warm_up:
                 graphs = compiled_graphs()
@@ -267,6 +268,7 @@ def measure_target(rank: Rank, options, folder: Path) -> dict:
     plans = [planner.plan(m) for m in range(planner.end_m)]
     ticks = Ticks(folder / "forward.jsonl")
     runner.warm_up(planner, 0)
+    pipeline.freeze_objects()
     for number, plan in enumerate(plans, 1):
         runner.forward(plan)
         if device.type == "cuda" and number in (warm_up, len(plans)):
