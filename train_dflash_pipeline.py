@@ -3019,7 +3019,8 @@ class FaultInjector:
 # included, so no cycle of waits can close.
 #
 # Every message ends with a mark of its micro-batch, since neither backend reports one that is too short: gloo leaves the
-# rest as it was, NCCL fills it with what an earlier message left in its buffers (seen on two H200s).
+# rest as it was; over NCCL a run with half a payload went on as if nothing were (two H200s), other finite numbers in its
+# place.
 
 MAGIC, PROTOCOL = 0x44464C415348, 3
 ANNOUNCE, END, BAD = 1, 2, 5

@@ -141,7 +141,7 @@ def test_poison_shows_a_slot_that_is_freed_too_early_at_once(runs, name, stage):
 
 
 def test_a_short_payload_is_named(runs):
-    """NCCL may wait for the rest, or fill it up with what an earlier message left in its buffers."""
+    """NCCL may wait for the rest, or go on with something else in its place."""
     waits = "receiving the payload for micro-batch 6, peer target 0"
     check_ended(runs["short-payload"], rf"{waits}|micro-batch 6 from target 0 .* mark: shorter than announced")
 

@@ -399,7 +399,7 @@ def wrong_pack(self, job):
     return header
 pipeline.HiddenStateSender._pack = wrong_pack
 """
-# What NCCL did with half a payload: the rest is what an earlier message left behind, its end included.
+# What half a payload may look like over NCCL: finite numbers in place of the rest, say an earlier message's.
 STALE_END = """
 right_post, sent = pipeline.post, []
 def stale_post(transfer, message, link, m, what):
