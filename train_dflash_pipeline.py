@@ -5762,7 +5762,8 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
         f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
     )
     if first_step >= planner.total_steps:
-        print(f"nothing to do: {folder} holds step {first_step}; a larger --max-steps goes on, another --output-dir starts anew")
+        ways = "a larger --max-steps goes on, another --output-dir starts anew"
+        print(f"nothing to do: {folder} holds step {first_step}; {ways}")
     start = f" from step {first_step}" if first_step else ""
     steps, size = planner.total_steps, planner.micro_batches_per_step
     passes = f"{steps * size / len(planner.epoch(0)):.3g} passes over the data"

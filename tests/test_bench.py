@@ -111,6 +111,11 @@ def test_throughput_counts_what_ended_after_the_warm_up():
     assert bench_pipeline.throughput(ticks, 2) == 500 / 4.0
 
 
+def test_the_time_between_two_stages_is_from_end_to_beginning():
+    before, after = (SimpleNamespace(cuda=False, marks=marks) for marks in ([1.0, 2.0], [2.25, 9.0]))
+    assert bench_pipeline.ms_between(before, after) == 250.0
+
+
 def test_stages_are_per_micro_batch_and_leave_the_warm_up_out():
     metrics = [{"ms": {"forward": f, "step": s}} for f, s in ((900.0, 9.0), (10.0, 2.0), (30.0, 4.0))]
     assert bench_pipeline.stages(metrics, 1, 4) == {"forward": 5.0, "step": 0.75}
@@ -345,6 +350,8 @@ def test_colocated_ranks_train_what_the_pipeline_trains(runs):
     ticks = bench_pipeline.read_lines(runs / "measured" / "ticks-0.jsonl")
     assert sum(tokens for _, tokens in ticks) == pytest.approx(6 * whole["tokens_per_micro_batch"])
     assert whole["tokens_per_s"] == (ticks[1][1] + ticks[2][1]) / (ticks[2][0] - ticks[0][0])
+    gaps = json.loads((runs / "measured" / "gaps-0.json").read_text())  # of 6 micro-batches, 2 of them warm-up
+    assert len(gaps) == 5 and min(gaps) >= 0 and whole["ms_between_forward_passes"]["most"] == max(gaps[2:])
     assert not (runs / "measured" / "out" / "checkpoints").exists()
 
 

@@ -66,7 +66,8 @@ TOY = ["--target=toy", "--tokens-per-micro-batch=512", "--anchors-per-micro-batc
 
 def with_toy(flags: list[str]) -> list[str]:
     """Flags of the pipeline, of a toy on the CPU where they name no target; on the CPU unless they say otherwise."""
-    return [*([] if flag_given(flags, "--device") else ["--device=cpu"]), *([] if flag_given(flags, "--target") else TOY), *flags]
+    device, target = flag_given(flags, "--device"), flag_given(flags, "--target")
+    return [*([] if device else ["--device=cpu"]), *([] if target else TOY), *flags]
 
 
 # What is written while a measurement runs, and read afterwards
@@ -598,7 +599,8 @@ def main() -> int:
     ranks = {"target": options.target_ranks, "drafter": options.drafter_ranks,
              "colocated": colocated_ranks(options, device)}  # fmt: skip
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    settings = {"device": name, "ranks": ranks, "flags": with_toy(user_flags), "steps": options.steps, "warm_up": options.warm_up,
+    settings = {"device": name, "ranks": ranks, "flags": with_toy(user_flags),
+                "steps": options.steps, "warm_up": options.warm_up,
                 "document_tokens": None if args.data.train_data else options.document_tokens}  # fmt: skip
     results |= {"ratios": ratios(results, options.target_ranks, options.drafter_ranks), "settings": settings}
     show({"ratios": results["ratios"]})

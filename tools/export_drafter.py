@@ -391,7 +391,7 @@ def read_origin(folder: Path) -> dict:
         if (folder.parent / "state.json").is_file():
             state = json.loads((folder.parent / "state.json").read_text())
             flags, identity = state["arguments"], state["identity"]
-            template = {"chat_template_kwargs": flags["chat_template_kwargs"] or "{}"}
+            template = {"chat_template_kwargs": flags.get("chat_template_kwargs") or "{}"}
             hashes = identity["target"] if isinstance(identity["target"], dict) else None
             return flags | template | {"step": state["step"], "data": identity["data"], "hashes": hashes}
         if (folder / "export.json").is_file():
