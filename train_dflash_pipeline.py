@@ -2530,6 +2530,11 @@ UNTIMED_KERNELS = {"deterministic": True, "triton.autotune_pointwise": False}
 
 def compile_repeatably(function, dynamic: bool = False, **options):
     """The function, compiled; its kernels round alike in every run and on every rank."""
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    # Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for true in all that it compiles, where transformers then
+    # leaves flash-linear-attention for loops in PyTorch: one such layer was still compiling after a minute.
+    tracing_state_functions()[torch.compiler.is_exporting] = False
     return torch.compile(function, dynamic=dynamic, options=UNTIMED_KERNELS, **options)
 
 

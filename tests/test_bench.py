@@ -352,6 +352,8 @@ def test_colocated_ranks_train_what_the_pipeline_trains(runs):
     assert whole["tokens_per_s"] == (ticks[1][1] + ticks[2][1]) / (ticks[2][0] - ticks[0][0])
     gaps = json.loads((runs / "measured" / "gaps-0.json").read_text())  # of 6 micro-batches, 2 of them warm-up
     assert len(gaps) == 5 and min(gaps) >= 0 and whole["ms_between_forward_passes"]["most"] == max(gaps[2:])
+    ends = [end for end, _ in ticks]
+    assert whole["ms_between_steps"]["most"] == pytest.approx(1e3 * max(ends[1] - ends[0], ends[2] - ends[1]))
     assert not (runs / "measured" / "out" / "checkpoints").exists()
 
 

@@ -3,6 +3,7 @@ which targets may do so; compiled layers; random targets."""
 
 import copy
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -256,6 +257,37 @@ def test_compiled_layers_capture_the_same_and_are_compiled_at_start_only(layout,
     planner = pipeline.Planner(make_documents([30, 12, 29]), arguments(tokens_per_micro_batch=512), 1)
     compiled.warm_up(planner, 0)
     assert counting.graphs == graphs  # two kinds of layer, times one row or several where padded
+    assert all(torch.equal(packed_rows(compiled, plan), packed_rows(plain, plan)) for plan in plans)
+    assert counting.graphs == graphs
+
+
+@torch.no_grad()
+def test_layers_of_linear_attention_are_compiled_around_its_kernels(monkeypatch):
+    """transformers calls flash-linear-attention unless for an export, and torch 2.11 takes compiling for one."""
+    torch._dynamo.reset()
+    model, rng = tiny("qwen3_5_text", **HYBRID | {"head_dim": 16, "num_hidden_layers": 4}), np.random.default_rng(0)
+    code, calls = sys.modules[type(model).__module__], []
+    rule = code.torch_chunk_gated_delta_rule
+
+    @torch.compiler.disable
+    def kernels(query, key, value, **keywords):
+        calls.append(len(query))
+        return rule(query, key, value, **keywords)[0].contiguous(), None
+
+    def dispatch(query, key, value, **keywords):
+        exporting = torch.compiler.is_exporting()
+        return (torch.zeros_like(value), None) if exporting else kernels(query, key, value, **keywords)
+
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", dispatch)
+    monkeypatch.setattr(pipeline, "linear_attention_kernels", lambda: "0.0")
+    plans = [plan_of(make_documents(rng.integers(1, 60, rng.integers(1, 9))), tokens=512) for _ in range(10)]
+    plain = TargetRunner(copy.deepcopy(model), LAYERS, False, CPU, "padded")
+    compiled, counting = TargetRunner(model, LAYERS, False, CPU, "padded"), Counting()
+    compiled.compiled = True
+    compiled.compile_layers(backend=counting)
+    compiled.warm_up(pipeline.Planner(make_documents([30, 12, 29]), arguments(tokens_per_micro_batch=512), 1), 0)
+    graphs = counting.graphs
+    assert graphs > 2 and calls
     assert all(torch.equal(packed_rows(compiled, plan), packed_rows(plain, plan)) for plan in plans)
     assert counting.graphs == graphs
 

@@ -103,6 +103,10 @@ def mean(values) -> float:
     return statistics.fmean(values)
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    return {"mean": mean(values), "median": statistics.median(values), "most": max(values)}
+
+
 def stages(metrics: list[dict], warm_up: int, micro_batches: int) -> dict[str, float]:
     """Milliseconds a micro-batch, by stage, after the warm-up; `micro_batches`: of one drafter rank in a step."""
     rest = metrics[warm_up:]
@@ -392,14 +396,17 @@ def pipeline_result(folder: Path, options, accumulation: int) -> dict:
     first = warm_up * accumulation * options.drafter_ranks // options.target_ranks
     found = [json.loads((folder / f"gaps-{t}.json").read_text())[first:] for t in range(options.target_ranks)]
     gaps = [gap for rank in found for gap in rank]
+    ticks = read_lines(folder / "ticks-0.jsonl")
+    steps = [1e3 * (after - before) for (before, _), (after, _) in itertools.pairwise(ticks[warm_up - 1 :])]
     peaks = {role: [float((folder / f"peak-{role}-{r}").read_text()) for r in range(n)] for role, n in ranks.items()}
     return {
-        "tokens_per_s": throughput(read_lines(folder / "ticks-0.jsonl"), warm_up),
+        "tokens_per_s": throughput(ticks, warm_up),
         "tokens_per_micro_batch": mean(m["tokens"] for m in metrics) / (accumulation * options.drafter_ranks),
         "target_wait_share": mean(m["target_wait_share"] for m in rest),
         "drafter_wait_share": mean(m["drafter_wait_share"] for m in rest),
         "stages_ms": stages(metrics, warm_up, accumulation),
-        "ms_between_forward_passes": gaps and {"mean": mean(gaps), "median": statistics.median(gaps), "most": max(gaps)},
+        "ms_between_forward_passes": gaps and spread(gaps),  # of a target, on its device
+        "ms_between_steps": spread(steps),  # ends of a drafter's steps, on its host: a hitch there shows in `most`
         "last_loss": metrics[-1]["loss"],
         "peak_memory_gb": {role: max(values) for role, values in peaks.items()},
     }
