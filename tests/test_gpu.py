@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import transformers
+
 import train_dflash_pipeline as pipeline
 from pipeline_runner import REPOSITORY, SMALL, Case, run_cases
 from test_nonfinite import BAD_GRADIENT, check_ended, zero
@@ -266,6 +268,33 @@ def test_variable_length_attention_is_attention_within_each_document(lengths, wi
         x[: lengths[0]] = 3  # the first document changes, no bit of the others may
     again = pipeline.attend_by_kernel(*other, bounds.to(device), extent, scale, window)
     assert torch.equal(again[lengths[0] :], fast[lengths[0] :])
+
+
+@torch.no_grad()
+def test_hybrid_packed_and_compiled_is_each_document_alone():
+    """Its kernels are told where documents begin. Beside transformers' own code in bf16, one document at a time."""
+    pytest.importorskip("fla")
+    device, lengths, tokens = torch.device("cuda", 0), np.array([700, 200, 65, 64, 3, 1]), 1100
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, linear_num_value_heads=4, linear_num_key_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    ids = torch.randint(320, (int(lengths.sum()),))
+    states = [model(x[None].to(device), output_hidden_states=True).hidden_states for x in ids.split(lengths.tolist())]
+    reference = torch.cat([torch.cat([states_of[i + 1][0] for i in (0, 2)], 1) for states_of in states])
+    runner = pipeline.TargetRunner(model, (0, 2), False, device, "packed", compiled=True)
+    row = np.zeros(tokens, np.int64)
+
+    def captured():
+        row[: len(ids)] = ids
+        return runner._packed_pass(row, lengths).get_hidden_states_packed(lengths)[0][0]
+
+    whole = captured()
+    assert spread(whole, reference) < 2e-2 and "compiled; documents end to end" in runner.describe()
+    ids[700:900] = 7  # the second document changes, no bit of the others may
+    assert (captured() == whole).all(1).nonzero().flatten().tolist() == [*range(700), *range(900, len(ids))]
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -2,15 +2,18 @@
 which targets may do so; compiled layers; random targets."""
 
 import copy
+import itertools
 import re
-import sys
+import types
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import train_dflash_pipeline as pipeline
 from helpers import arguments, load, make_documents
@@ -19,13 +22,16 @@ from train_dflash_pipeline import TargetRunner, UserError, decoder_layers, docum
 CPU = torch.device("cpu")
 LAYERS = (0, 1, 3)
 # Full attention; all layers sliding, told only by `sliding_window`; the last three layers sliding.
+# Three layers of linear attention before each that attends.
+HYBRID = {"head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 8,
+          "linear_key_head_dim": 8}  # fmt: skip
 KINDS = {
     "llama": {},
     "mistral": {"sliding_window": 4},
     "qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen3_5_text": HYBRID,
 }
-HYBRID = {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 8,
-          "linear_key_head_dim": 8}  # fmt: skip
+QWEN3_5_NAMES = {name: getattr(modeling_qwen3_5, name) for name in (pipeline.DELTA_RULE, pipeline.CONVOLUTION)}
 LENGTHS = [1, 30, 12, 1, 29, 2, 13, 40, 4, 5]
 
 
@@ -57,7 +63,14 @@ def packed_rows(runner: TargetRunner, plan) -> torch.Tensor:
 
 
 def alone(model, plan) -> torch.Tensor:
-    """The same, every document by itself, from Hugging Face's own hidden states."""
+    """The same, every document by itself, from Hugging Face's own hidden states and code."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in QWEN3_5_NAMES.items():
+            patch.setattr(modeling_qwen3_5, name, function)
+        return alone_as_served(model, plan)
+
+
+def alone_as_served(model, plan) -> torch.Tensor:
     rows, start = [], 0
     for length in plan.lengths:
         ids = torch.from_numpy(plan.token_ids[start : start + length])[None]
@@ -90,8 +103,10 @@ def test_packed_rows_are_those_of_each_document_alone(kind, lengths):
     model, plan = tiny(kind, **KINDS[kind]), plan_of(make_documents(lengths))
     reference = alone(model, plan)
     runner = TargetRunner(model, (*LAYERS,), False, CPU, "packed")
-    assert runner.packed and runner.describe() == "4 layers; documents end to end"
-    torch.testing.assert_close(packed_rows(runner, plan), reference, atol=1e-5, rtol=1e-5)
+    assert runner.packed and re.fullmatch("4 layers; documents end to end(; linear attention by .*)?", runner.describe())
+    # the norm after linear attention divides by what is near 0 for some token, and enlarges the rounding there
+    atol = 1e-3 if kind == "qwen3_5_text" else 1e-5
+    torch.testing.assert_close(packed_rows(runner, plan), reference, atol=atol, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -143,7 +158,7 @@ def test_linear_attention_layers_need_no_mask_over_padding_on_the_right():
     reference = alone(model, plan)
     runner = TargetRunner(model, LAYERS, False, CPU)
     assert any(len(set(plan.lengths[bucket])) > 1 for bucket in length_buckets(plan.lengths, runner.pass_cost))
-    torch.testing.assert_close(packed_rows(runner, plan), reference, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed_rows(runner, plan), reference, atol=1e-3, rtol=1e-5)
 
 
 def test_nan_fault_strikes_a_real_token_of_the_longest_document(target_folder):
@@ -179,7 +194,7 @@ class OwnAttention(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "kind, values, why",
-    [("qwen3_5_text", HYBRID, "layers of linear_attention"),
+    [("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv", "conv"]}, "layers of conv"),
      ("gemma2", {"head_dim": 8}, r"plain causal one \(softcap\)"),
      ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}, r"plain causal one \(s_aux\)"),
      ("llama4_text", {"head_dim": 8}, "layers of chunked_attention")],
@@ -243,13 +258,15 @@ class Counting:
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout, graphs", [("packed", 2), ("padded", 4)])
-def test_compiled_layers_capture_the_same_and_are_compiled_at_start_only(layout, graphs):
-    """Ten micro-batches of varied lengths, within and beyond the sliding window; hooks fire as before. More layers than
-    torch compiles variants of a function: layers of a kind share theirs."""
+@pytest.mark.parametrize(
+    "kind, values, count", [("qwen3", {"max_window_layers": 6, "sliding_window": 16}, 10), ("qwen3_5_text", {}, 3)]
+)
+def test_compiled_layers_capture_the_same_and_are_compiled_at_start_only(kind, values, count, layout, graphs):
+    """Micro-batches of varied lengths, within and beyond the sliding window; hooks fire as before. More layers than
+    torch compiles variants of a function: layers of a kind share theirs. Those of linear attention are one graph, too."""
     torch._dynamo.reset()
-    values = KINDS["qwen3"] | {"num_hidden_layers": 12, "max_window_layers": 6, "sliding_window": 16}
-    model, rng = tiny("qwen3", **values), np.random.default_rng(0)
-    plans = [plan_of(make_documents(rng.integers(1, 60, rng.integers(1, 9))), tokens=512) for _ in range(10)]
+    model, rng = tiny(kind, **KINDS[kind] | {"num_hidden_layers": 12} | values), np.random.default_rng(0)
+    plans = [plan_of(make_documents(rng.integers(1, 60, rng.integers(1, 9))), tokens=512) for _ in range(count)]
     plain = TargetRunner(copy.deepcopy(model), LAYERS + (11,), False, CPU, layout)
     compiled, counting = TargetRunner(model, LAYERS + (11,), False, CPU, layout), Counting()
     compiled.compiled = True
@@ -261,35 +278,106 @@ def test_compiled_layers_capture_the_same_and_are_compiled_at_start_only(layout,
     assert counting.graphs == graphs
 
 
+# Linear attention -----------------------------------------------------------------------------------------------------
+
+
+def delta_rule_token_by_token(query, key, value, g, beta):
+    """[N, heads, D] each, g and beta [N, heads] -> [N, heads, Dv]: one state a head, S = exp(g) S + beta k (v - k' exp(g) S)."""
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    state, out = torch.zeros(query.shape[1], key.shape[-1], value.shape[-1]), []
+    for q, k, v, decay, rate in zip(query, key, value, g.exp(), beta):
+        state = decay[:, None, None] * state
+        told = torch.einsum("hkv,hk->hv", state, k)
+        state = state + torch.einsum("hk,hv->hkv", k, rate[:, None] * (v - told))
+        out.append(torch.einsum("hkv,hk->hv", state, q) * query.shape[-1] ** -0.5)
+    return torch.stack(out)
+
+
 @torch.no_grad()
-def test_layers_of_linear_attention_are_compiled_around_its_kernels(monkeypatch):
-    """transformers calls flash-linear-attention unless for an export, and torch 2.11 takes compiling for one."""
-    torch._dynamo.reset()
-    model, rng = tiny("qwen3_5_text", **HYBRID | {"head_dim": 16, "num_hidden_layers": 4}), np.random.default_rng(0)
-    code, calls = sys.modules[type(model).__module__], []
-    rule = code.torch_chunk_gated_delta_rule
+@pytest.mark.parametrize("kernels", [None, "6"])
+@pytest.mark.parametrize("lengths", [[1], [70, 1, 64, 5], [1] * 7, [130]], ids=str)
+def test_delta_rule_begins_anew_with_each_document(lengths, kernels, monkeypatch):
+    """Without flash-linear-attention, and with a stand-in that is told where documents begin, as its kernels are."""
+    code, told = types.ModuleType(f"some.rule_{kernels}_{len(lengths)}_{lengths[0]}"), []
 
-    @torch.compiler.disable
-    def kernels(query, key, value, **keywords):
-        calls.append(len(query))
-        return rule(query, key, value, **keywords)[0].contiguous(), None
+    def rule(*args, cu_seqlens=None, **keywords):
+        right = QWEN3_5_NAMES[pipeline.DELTA_RULE]
+        if cu_seqlens is None:
+            return right(*args, **keywords)
+        told.append(cu_seqlens)
+        parts, keywords["beta"] = [], keywords["beta"]
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            cut = {name: x[:, start:end] if torch.is_tensor(x) else x for name, x in keywords.items()}
+            parts.append(right(*(x[:, start:end] for x in args), **cut)[0])
+        return torch.cat(parts, 1), None
 
-    def dispatch(query, key, value, **keywords):
-        exporting = torch.compiler.is_exporting()
-        return (torch.zeros_like(value), None) if exporting else kernels(query, key, value, **keywords)
+    code.torch_chunk_gated_delta_rule = rule
+    monkeypatch.setattr(pipeline, "linear_attention_kernels", lambda: kernels)
+    pipeline.serve_delta_rule(code)
+    n, draw = sum(lengths), torch.Generator().manual_seed(len(lengths))
+    query, key, value = (torch.randn(1, n, 3, width, generator=draw) for width in (8, 8, 5))
+    g, beta = -torch.rand(1, n, 3, generator=draw), torch.rand(1, n, 3, generator=draw)
+    bounds = torch.full((n + 1,), n, dtype=torch.int32)
+    bounds[: len(lengths) + 1] = torch.tensor([0, *itertools.accumulate(lengths)])
 
-    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", dispatch)
-    monkeypatch.setattr(pipeline, "linear_attention_kernels", lambda: "0.0")
-    plans = [plan_of(make_documents(rng.integers(1, 60, rng.integers(1, 9))), tokens=512) for _ in range(10)]
-    plain = TargetRunner(copy.deepcopy(model), LAYERS, False, CPU, "padded")
-    compiled, counting = TargetRunner(model, LAYERS, False, CPU, "padded"), Counting()
-    compiled.compiled = True
-    compiled.compile_layers(backend=counting)
-    compiled.warm_up(pipeline.Planner(make_documents([30, 12, 29]), arguments(tokens_per_micro_batch=512), 1), 0)
-    graphs = counting.graphs
-    assert graphs > 2 and calls
-    assert all(torch.equal(packed_rows(compiled, plan), packed_rows(plain, plan)) for plan in plans)
-    assert counting.graphs == graphs
+    def layer():
+        return code.torch_chunk_gated_delta_rule(
+            query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True, bounds=bounds,
+            extent=torch.tensor([len(lengths), max(lengths)]), cu_seqlens=None,
+        )  # fmt: skip
+
+    served, state = layer()
+    rows = zip(*(x[0].split(lengths) for x in (query, key, value, g, beta)))
+    reference = torch.cat([delta_rule_token_by_token(*document) for document in rows])
+    torch.testing.assert_close(served[0], reference, atol=1e-5, rtol=1e-4)
+    assert state is None and [x.tolist() for x in told] == ([[0, *itertools.accumulate(lengths)]] if kernels else [])
+    again = torch.compile(layer, backend=Counting())()[0]  # another layer of the same pass: the very same tensor
+    assert torch.equal(again, served) and (not kernels or told[0] is told[1])
+    bounds = bounds.clone()
+    layer()
+    assert not kernels or told[2] is not told[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[1], [7, 1, 2, 30, 3], [1] * 9], ids=str)
+@pytest.mark.parametrize("bias, activation", [(True, None), (False, "silu")])
+def test_convolution_begins_anew_with_each_document(lengths, bias, activation):
+    draw = torch.Generator().manual_seed(1)
+    states, weight = torch.randn(1, 6, sum(lengths), generator=draw), torch.randn(6, 4, generator=draw)
+    bias = torch.randn(6, generator=draw) if bias else None
+    parts = [F.conv1d(x, weight[:, None], bias, padding=3, groups=6)[..., : x.shape[-1]] for x in states.split(lengths, -1)]
+    reference = torch.cat(parts, -1) if activation is None else F.silu(torch.cat(parts, -1))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    served = pipeline.convolve_documents(states, weight, bias, activation=activation, document_positions=positions)
+    torch.testing.assert_close(served, reference, atol=1e-5, rtol=1e-5)
+    rows = torch.randn(3, 6, 20, generator=draw)  # padded: a document a row
+    reference = F.conv1d(rows, weight[:, None], bias, padding=3, groups=6)[..., :20]
+    torch.testing.assert_close(pipeline.convolve_documents(rows, weight, bias), reference, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_hybrid_still_decodes_with_a_cache_once_its_code_is_exchanged():
+    model = tiny("qwen3_5_text", **HYBRID)
+    TargetRunner(copy.deepcopy(model), LAYERS, False, CPU, "packed")
+    assert modeling_qwen3_5.causal_conv1d_fn is pipeline.convolve_documents
+    ids = torch.arange(2, 40)[None]
+    whole, first = model(ids).logits, model(ids[:, :20], use_cache=True)
+    logits, cache = [first.logits], first.past_key_values
+    for i in range(20, 38):
+        step = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        logits, cache = [*logits, step.logits], step.past_key_values
+    torch.testing.assert_close(torch.cat(logits, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kernels, why", [(None, "linear attention without flash-linear-attention"), ("0.1", "(keep|kept).* apart")]
+)
+def test_hybrid_is_padded_without_kernels_or_with_such_as_know_no_documents(kernels, why, monkeypatch):
+    """What is installed here is transformers' own rule, which cannot be told where documents begin."""
+    monkeypatch.setattr(pipeline, "FAST_DTYPES", {("cpu", torch.float32)})
+    monkeypatch.setattr(pipeline, "linear_attention_kernels", lambda: kernels)
+    runner = TargetRunner(tiny("qwen3_5_text", **HYBRID), LAYERS, False, CPU)
+    assert not runner.packed and re.search(why, runner.obstacle)
 
 
 # Random targets -------------------------------------------------------------------------------------------------------
