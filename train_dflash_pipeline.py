@@ -3614,9 +3614,10 @@ def attend_by_document(q, k, v, bounds, extent, scale: float, window: Optional[i
 def document_bounds(lengths: np.ndarray, tokens: int) -> np.ndarray:
     """Where documents laid end to end in a row of so many tokens begin, and where the last one ends: int32.
 
-    The padding after them is cut into documents of its own, none longer than the longest real one.
+    The padding after them is cut into documents of its own, none longer than the longest real one or than 64 tokens, for
+    each of which linear attention keeps a state.
     """
-    used, longest = int(lengths.sum()), int(lengths.max())
+    used, longest = int(lengths.sum()), max(int(lengths.max()), 64)
     return np.concatenate([np.cumsum(lengths) - lengths, np.arange(used, tokens, longest), [tokens]]).astype(np.int32)
 
 
@@ -3629,9 +3630,14 @@ def expected_windows(config, count: int) -> list[Optional[int]]:
 
 def has_state(layer: nn.Module) -> bool:
     """Whether a decoder layer carries something from token to token beside attention: those have a convolution."""
-    return any(isinstance(module, nn.Conv1d) for module in layer.modules())
+    return count_convolutions(layer) > 0
 
 
+def count_convolutions(layer: nn.Module) -> int:
+    return sum(isinstance(module, nn.Conv1d) for module in layer.modules())
+
+
+@functools.cache
 def linear_attention_kernels() -> Optional[str]:
     """The version of flash-linear-attention that transformers uses, or None: its own PyTorch code."""
     try:
@@ -3648,7 +3654,8 @@ DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"  # 
 def delta_rule_code(layer: nn.Module):
     """The modeling file of a layer whose state follows the gated delta rule, as Qwen3-Next's and Qwen3.5's; else None."""
     code = sys.modules[type(layer).__module__]
-    return code if has_state(layer) and hasattr(code, DELTA_RULE) and hasattr(code, CONVOLUTION) else None
+    known = count_convolutions(layer) == 1 and hasattr(code, DELTA_RULE) and hasattr(code, CONVOLUTION)
+    return code if known else None
 
 
 @functools.cache
@@ -3659,11 +3666,12 @@ def serve_delta_rule(code) -> None:
     better; but the compiler would be stopped by it (and with torch 2.11 not meet it: there Dynamo takes itself for an
     export, which gets the slow code). An operator of our own hides it, as `attend_documents` does.
     """
+    os.environ.setdefault("FLA_FLASH_QLA", "0")  # kernels that may split a document by what else lies in the row
     rule = getattr(code, DELTA_RULE)
     # The kernels wait for the device to read these bounds, and keep by identity what they made of them: once a pass, then.
     pass_seen = [None, None]  # the last pass's bounds as given, and those of its documents
 
-    @torch.library.custom_op(f"dflash::{code.__name__.rpartition('.')[2]}", mutates_args=())
+    @torch.library.custom_op(f"dflash::{code.__name__.replace('.', '_')}", mutates_args=())
     def recur(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normed: bool,
               bounds: Optional[Tensor], extent: Optional[Tensor]) -> Tensor:  # fmt: skip
         def run(*inputs, **options):
@@ -3684,7 +3692,8 @@ def serve_delta_rule(code) -> None:
 
     def gated_delta_rule(query, key, value, g, beta, initial_state=None, output_final_state=False,
                          use_qk_l2norm_in_kernel=False, bounds=None, extent=None, **rest):  # fmt: skip
-        if output_final_state or initial_state is not None:  # decoding, where each row is one document
+        others = initial_state is not None or rest.get("cu_seqlens") is not None
+        if output_final_state or others:  # decoding, or somebody's own way of packing
             return rule(
                 query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **rest,
@@ -3775,8 +3784,11 @@ class TargetRunner:
         if obstacle is None:
             before = self.decoder.config._attn_implementation
             register_packed_attention()
+            hybrids = list(filter(None, map(delta_rule_code, self.layers)))
+            if hybrids and linear_attention_kernels():  # chosen by timing at the first call: not on so few tokens
+                self._padded_pass(np.zeros(4096, np.int64), np.array([4096]))
             reference = self._trial()  # padded still
-            for code in filter(None, map(delta_rule_code, self.layers)):
+            for code in hybrids:
                 serve_delta_rule(code)
             self.decoder.set_attn_implementation(PACKED_ATTENTION)
             if obstacle := self._trial_obstacle(reference):

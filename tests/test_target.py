@@ -85,10 +85,10 @@ def alone_as_served(model, plan) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "lengths, tokens, bounds",
-    [([5, 3, 1], 9, [0, 5, 8, 9]), ([5, 3, 1], 10, [0, 5, 8, 9, 10]), ([5, 3], 20, [0, 5, 8, 13, 18, 20]),
-     ([1], 4, [0, 1, 2, 3, 4]), ([7], 7, [0, 7])],
+    [([5, 3, 1], 9, [0, 5, 8, 9]), ([5, 3, 1], 10, [0, 5, 8, 9, 10]), ([100, 3], 320, [0, 100, 103, 203, 303, 320]),
+     ([1], 4, [0, 1, 4]), ([1], 140, [0, 1, 65, 129, 140]), ([7], 7, [0, 7])],
 )  # fmt: skip
-def test_padding_is_cut_into_documents_no_longer_than_the_longest(lengths, tokens, bounds):
+def test_padding_is_cut_into_documents_no_longer_than_the_longest_or_than_64(lengths, tokens, bounds):
     found = document_bounds(np.array(lengths), tokens)
     assert found.tolist() == bounds and found.dtype == np.int32
 
