@@ -305,11 +305,8 @@ def test_delta_rule_begins_anew_with_each_document(lengths, kernels, monkeypatch
         if cu_seqlens is None:
             return right(*args, **keywords)
         told.append(cu_seqlens)
-        parts, keywords["beta"] = [], keywords["beta"]
-        for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            cut = {name: x[:, start:end] if torch.is_tensor(x) else x for name, x in keywords.items()}
-            parts.append(right(*(x[:, start:end] for x in args), **cut)[0])
-        return torch.cat(parts, 1), None
+        documents = itertools.pairwise(cu_seqlens.tolist())
+        return torch.cat([right(*(x[:, a:b] for x in args), **keywords)[0] for a, b in documents], 1), None
 
     code.torch_chunk_gated_delta_rule = rule
     monkeypatch.setattr(pipeline, "linear_attention_kernels", lambda: kernels)
