@@ -212,6 +212,13 @@ def test_target_that_cannot_be_packed_is_padded_and_says_why(kind, values, why, 
     assert torch.equal(packed_rows(runner, plan), packed_rows(padded, plan))
 
 
+def test_layers_with_a_convolution_of_unknown_kind_are_not_packed():
+    model = tiny("llama")
+    decoder_layers(model)[1].convolution = torch.nn.Conv1d(4, 4, 2)
+    with pytest.raises(UserError, match="--target-layout packed: not with this target: layers with a convolution"):
+        TargetRunner(model, LAYERS, False, CPU, "packed")
+
+
 def test_auto_packs_where_there_is_a_kernel(monkeypatch):
     monkeypatch.setattr(pipeline, "FAST_DTYPES", {("cpu", torch.float32)})
     assert TargetRunner(tiny("llama"), LAYERS, False, CPU).describe() == "4 layers; documents end to end"
