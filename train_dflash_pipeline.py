@@ -173,6 +173,11 @@ class TargetArguments:
         "length. auto: packed on CUDA in half precision where the target allows it; the start says which and why.",
         choices=["auto", "packed", "padded"],
     )
+    target_fp8: bool = setting(
+        False,
+        "Compute the linear layers of the target's decoder layers in fp8 (e4m3, one scale a row). Faster, but the drafter "
+        "then learns from other states than a served bf16 target has; the start says how far off they are.",
+    )
 
 
 @dataclass
@@ -459,6 +464,8 @@ def check_arguments(args: Arguments) -> None:
     for flag, value, least in at_least:
         if value is not None and not least <= value < math.inf:  # so NaN is refused too
             raise UserError(f"{flag} {value}: must be at least {least}")
+    if args.target.target_fp8 and pipe.target_tp > 1:
+        raise UserError("--target-fp8: not with --target-tp")
     for flag, value in (("--loss-gamma", data.loss_gamma), ("--num-epochs", optim.num_epochs)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} {value}: must be above 0")
@@ -3737,15 +3744,50 @@ def relative_error(rows: Tensor, reference: Tensor) -> float:
     return float(((rows - reference).norm(dim=-1) / reference.norm(dim=-1)).mean())
 
 
+class Float8Linear(nn.Module):
+    """A frozen linear layer in fp8: e4m3 with one scale for each row of the input and each row of the weight.
+
+    A token's result depends on its own row alone. Sizes must be multiples of 16.
+    """
+
+    LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight, scale = self.quantise(linear.weight)
+        self.register_buffer("weight", weight)  # [out, in]
+        self.register_buffer("scale", scale.T.contiguous())  # [1, out]
+        self.bias = linear.bias
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Whether the kernel takes it, and it is no gate: those have a few outputs a token."""
+        into, out = linear.in_features, linear.out_features
+        return into % 16 == out % 16 == 0 and 16 * out >= into
+
+    @classmethod
+    def quantise(cls, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp8 rows [n, width], their scales fp32 [n, 1])"""
+        wide = rows.float()
+        scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / cls.LARGEST
+        return (wide / scale).to(torch.float8_e4m3fn), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scale = self.quantise(x.flatten(0, -2))
+        out = torch._scaled_mm(rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=x.dtype)
+        out = out.unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
+
+
 class TargetRunner:
     """The frozen target with its hooks: plan -> captured layers.
 
-    layout, compiled: see `--target-layout` and `--compile`. Raises UserError where a packed target is asked for that
-    cannot be.
+    layout, compiled, fp8: see `--target-layout`, `--compile` and `--target-fp8`. Raises UserError where a packed target
+    is asked for that cannot be, or fp8 where there is none.
     """
 
     def __init__(self, model: nn.Module, fc_layer_ids: tuple[int, ...], with_last: bool, device: torch.device,
-                 layout: str = "auto", compiled: bool = False):  # fmt: skip
+                 layout: str = "auto", compiled: bool = False, fp8: bool = False):  # fmt: skip
         self.layers = decoder_layers(model)
         last = len(self.layers) - 1 if with_last else None
         self.capture = HookCapture(model, fc_layer_ids, last)
@@ -3755,6 +3797,7 @@ class TargetRunner:
         self.decoder.norm = nn.Identity()  # hidden states are captured before it
         self.obstacle = "as asked for" if layout == "padded" else self._pack(layout == "packed")
         self.capture.end_to_end = self.packed = self.obstacle is None
+        self.fp8_layers, self.fp8_error = self._to_fp8() if fp8 else (0, 0.0)
         self.compiled = compiled and device.type == "cuda"
         self.pass_cost = forward_pass_cost(self.layers, device, self.compiled)
         if self.compiled:
@@ -3764,6 +3807,7 @@ class TargetRunner:
         """One line: how documents lie, and what computes them."""
         parts = [f"{len(self.layers)} layers{', compiled' if self.compiled else ''}"]
         parts.append("documents end to end" if self.packed else f"documents padded ({self.obstacle})")
+        parts += [f"{self.fp8_layers} linear layers in fp8"] if self.fp8_layers else []
         if any(map(has_state, self.layers)):
             kernels = linear_attention_kernels()
             slow = "linear attention by transformers' PyTorch code: slow, install flash-linear-attention"
@@ -3800,6 +3844,23 @@ class TargetRunner:
         if obstacle is not None and required:
             raise UserError(f"--target-layout packed: not with this target: {obstacle}")
         return obstacle
+
+    def _to_fp8(self) -> tuple[int, float]:
+        """Put Float8Linear in the place of linear layers, but for gates, which are small and sensitive. Returns (how many,
+        the `relative_error` that it makes in the captured states of random tokens). Raises UserError where it cannot be."""
+        if self.device.type == "cuda" and (torch.cuda.get_device_capability(self.device) < (8, 9)
+                                           or self.decoder.dtype != torch.bfloat16):  # fmt: skip
+            raise UserError("--target-fp8: needs a target in bfloat16 and a GPU that computes in fp8 (Ada, Hopper or newer)")
+        before, count = self._trial([] if self.packed else None), 0
+        for layer in self.layers:
+            for parent in list(layer.modules()):
+                for name, child in list(parent.named_children()):
+                    if type(child) is nn.Linear and Float8Linear.fits(child):
+                        setattr(parent, name, Float8Linear(child))
+                        count += 1
+        if count == 0:
+            raise UserError("--target-fp8: this target has no linear layer of its own whose sizes are multiples of 16")
+        return count, relative_error(self._trial([] if self.packed else None), before)
 
     def _state_obstacle(self, required: bool) -> Optional[str]:
         kinds = set(getattr(self.decoder.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -3911,7 +3972,8 @@ def check_targets_alike(fabric, runner: TargetRunner) -> None:
     topology, own = fabric.topology, runner.describe()
     first = topology.of(topology.ranks_of["target"][0])
     if topology.rank == first.rank:
-        print(f"target: {own}", flush=True)
+        effect = f"; fp8 moves its captured states by {runner.fp8_error:.1%} (of random tokens)" if runner.fp8_layers else ""
+        print(f"target: {own}{effect}", flush=True)
         fabric.store.set("target", own)
     wait_for_key(fabric.store, "target", f"[{topology}] waiting for {first} to load the target")
     if (reference := fabric.store.get("target").decode()) != own:
@@ -3937,7 +3999,8 @@ def load_runner(args: Arguments, target_config, config, fabric, planner: Planner
     if (warning := check_unproven_target(model, target_config)) and topology.rank == topology.ranks_of["target"][0]:
         print(f"warning: {warning}", flush=True)
     layout, with_last = args.target.target_layout, args.data.loss == "kl"
-    runner = TargetRunner(model, config.target_layer_ids, with_last, device, layout, args.pipeline.compile)
+    compiled, fp8 = args.pipeline.compile, args.target.target_fp8
+    runner = TargetRunner(model, config.target_layer_ids, with_last, device, layout, compiled, fp8)
     check_targets_alike(fabric, runner)
     del model  # the LM head and unread layers go
     compared = topology.role == "target" and topology.num_targets > 1
@@ -4707,6 +4770,8 @@ def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, n
     identity = {"data": documents.fingerprint, "target": target if target in RANDOM_TARGETS else target_hashes(target)}
     identity |= {"micro_batches_per_step": num_drafters * args.optimization.gradient_accumulation_steps}
     identity |= {name: flat[name] for name in names}
+    if args.target.target_fp8:
+        identity["target_dtype"] += " with linear layers in fp8"
     return identity | {f"drafter {k}": v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items()}
 
 

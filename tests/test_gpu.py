@@ -297,6 +297,25 @@ def test_hybrid_packed_and_compiled_is_each_document_alone():
     assert (captured() == whole).all(1).nonzero().flatten().tolist() == [*range(700), *range(900, len(ids))]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layer_in_fp8_is_the_product_of_what_was_rounded(bias):
+    """By the GPU's fp8 kernel, compiled too; rows of very different size, one of zeros."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(1024, 272, bias).to("cuda", torch.bfloat16).requires_grad_(False)
+    x = (torch.randn(3, 100, 1024) * torch.tensor([1e-3, 1.0, 200.0])[:, None, None]).to("cuda", torch.bfloat16)
+    x[1, 7] = 0
+
+    def rounded(rows):
+        scale = (rows.float().abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
+        return (rows.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+    expected = (rounded(x.flatten(0, 1)) @ rounded(linear.weight).T + (linear.bias.float() if bias else 0)).unflatten(0, (3, 100))
+    layer = pipeline.Float8Linear(linear)
+    for run in (layer, pipeline.compile_repeatably(layer.forward)):
+        assert max(map(spread, run(x), expected)) < 5e-3
+    assert spread(linear(x)[2], expected[2]) > 1e-2  # where the bias is small beside it
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("supervised", [2, 40, 1024])  # one anchor, some, more than slots
 def test_flex_attention_and_its_gradient_equal_dense_attention(supervised, window):

@@ -163,8 +163,9 @@ class Rank:
         args = self.args
         model = pipeline.load_target(args.target, self.target_config, self.device)
         runner = pipeline.TargetRunner(
-            model, self.config.target_layer_ids, self.with_last, self.device, args.target.target_layout, args.pipeline.compile
-        )
+            model, self.config.target_layer_ids, self.with_last, self.device, args.target.target_layout, args.pipeline.compile,
+            args.target.target_fp8,
+        )  # fmt: skip
         return runner, runner.layers
 
     def trainer(self, receiver) -> pipeline.DrafterTrainer:
@@ -255,8 +256,9 @@ def target_flops(layers: nn.ModuleList, config, lengths) -> Optional[float]:
 
     What linear attention does beside its projections is left out. None where a layer has other matrices (experts).
     """
-    linear = {id(m.weight) for m in layers.modules() if isinstance(m, nn.Linear)}
-    weights = sum(p.numel() for p in layers.parameters() if id(p) in linear)
+    kinds_of_linear = (nn.Linear, pipeline.Float8Linear)
+    linear = {id(m.weight): m.weight.numel() for m in layers.modules() if isinstance(m, kinds_of_linear)}
+    weights = sum(linear.values())
     others = sum(p.numel() for p in layers.parameters() if p.dim() > 1 and id(p) not in linear)
     if others > 0.01 * weights:
         return None

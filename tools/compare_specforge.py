@@ -106,7 +106,8 @@ def train(args: pipeline.Arguments, steps: int, same_anchors: bool, output_dir: 
     planner = pipeline.Planner(documents, args, num_drafters=1)
     steps = min(steps or planner.total_steps, planner.total_steps)
     model = pipeline.load_target(args.target, target_config, device)
-    runner = pipeline.TargetRunner(model, layer_ids, False, device, args.target.target_layout, args.pipeline.compile)
+    layout, fp8 = args.target.target_layout, args.target.target_fp8
+    runner = pipeline.TargetRunner(model, layer_ids, False, device, layout, args.pipeline.compile, fp8)
     ends = pipeline.load_frozen_ends(args.target, target_config, device, dtype)
     slot = pipeline.Slot(0, planner.tokens, len(layer_ids), text.hidden_size, False, target_config.dtype, device)
     torch.manual_seed(args.data.seed)  # SpecForge draws its anchors from the global generator

@@ -139,7 +139,8 @@ def run_target(dump: Dump, replay: Replay, device: torch.device) -> dict[bool, t
     target_config = pipeline.load_target_config(args.target)
     with_last = args.data.loss == "kl"
     model = pipeline.load_target(args.target, target_config, device)
-    runner = pipeline.TargetRunner(model, layer_ids, with_last, device, args.target.target_layout)
+    layout, fp8 = args.target.target_layout, args.target.target_fp8
+    runner = pipeline.TargetRunner(model, layer_ids, with_last, device, layout, fp8=fp8)
     del model
     shots = runner.forward(plan)
     last_id = dump.config.num_target_layers - 1
