@@ -288,13 +288,17 @@ TINY = ["--device=cpu", "--target=toy", "--tokens-per-micro-batch=128", "--ancho
 
 def test_pipeline_bench_of_a_toy_target(tmp_path):
     flags = [*TINY, "--steps=3", "--warm-up=1", "--document-tokens", 32, 32, f"--json={tmp_path / 'target.json'}"]
-    run_tool("bench_pipeline", *flags, "--target-ranks=2", "--only", "target")
+    run_tool("bench_pipeline", *flags, "--target-ranks=2", "--only", "target", "plain")
     found = json.loads((tmp_path / "target.json").read_text())
-    target = found["target"]
+    target, plain = found["target"], found["plain"]
+    assert plain["tokens_per_s"] == plain["forward_tokens_per_s"] and plain["tokens_per_micro_batch"] == 128
     assert target["tokens_per_micro_batch"] == 128
     assert target["forward_ms"] == pytest.approx(1e3 * 128 / target["forward_tokens_per_s"])
     share = target["forward_tokens_per_s"] / target["tokens_per_s"] - 1
-    assert found["ratios"] == {"pack_to_forward": pytest.approx(share)}
+    ratio = target["forward_tokens_per_s"] / plain["tokens_per_s"]
+    assert found["ratios"] == {"pack_to_forward": pytest.approx(share), "forward_to_plain": pytest.approx(ratio)}
+    # the toy's operations: plain also computes the layers that nobody reads
+    assert plain["useful_tflops"] * plain["forward_ms"] > 1.1 * target["useful_tflops"] * target["forward_ms"]
     assert found["settings"]["ranks"] == {"target": 2, "drafter": 1, "colocated": 3}
 
 

@@ -18,6 +18,7 @@ The measurements, one after the other, each in processes of its own:
     pipeline    the real script under torchrun, --async-postprocess --split-fc-layers
     sync        the same with --no-async-postprocess --no-split-fc-layers
     colocated   every GPU does the target's forward pass and the drafter's step in turn; gradients are averaged over all
+    plain       the target as transformers runs it: all layers, eager, documents padded to the longest, nothing captured
 
 All use the pipeline's own code and the same documents. Tokens per second are those of the steps after --warm-up. The
 pipeline's two sides bound it: ranks times what one rank does alone. The ceiling is a matrix product, measured on each
@@ -55,7 +56,7 @@ from bench_drafter_step import compiled_graphs, matrix_ceiling, show, step_flops
 from check_pipeline_equiv import flag_given, started, torchrun_command, write_wrapper
 from train_dflash_pipeline import UserError
 
-MEASUREMENTS = ("target", "drafter", "pipeline", "sync", "colocated")
+MEASUREMENTS = ("target", "drafter", "pipeline", "sync", "colocated", "plain")
 SWITCHES = {
     "pipeline": ["--async-postprocess", "--split-fc-layers"],
     "sync": ["--no-async-postprocess", "--no-split-fc-layers"],
@@ -269,44 +270,64 @@ def target_flops(layers: nn.ModuleList, config, lengths) -> Optional[float]:
     return 2.0 * weights * int(sum(lengths)) + 4.0 * pairs * config.num_attention_heads * head_dim
 
 
-def measure_target(rank: Rank, options, folder: Path) -> dict:
-    """The forward pass alone, then the target rank's loop with capture and packing; per micro-batch, of which there are
-    --warm-up + --steps."""
-    device, planner, warm_up = rank.device, rank.planner, options.warm_up
-    ceiling = matrix_ceiling(device, rank.target_config.dtype)
-    runner, layers = rank.runner()
-    plans = [planner.plan(m) for m in range(planner.end_m)]
-    ticks = Ticks(folder / "forward.jsonl")
-    runner.warm_up(planner, 0)
+def time_forward(forward, layers: nn.ModuleList, rank: Rank, options, path: Path) -> dict:
+    """The figures of --warm-up + --steps forward passes, one after the other: a micro-batch each, nothing sent."""
+    device, warm_up, plans = rank.device, options.warm_up, [rank.planner.plan(m) for m in range(rank.planner.end_m)]
+    ceiling, ticks = matrix_ceiling(device, rank.target_config.dtype), Ticks(path)
     pipeline.freeze_objects()
     for number, plan in enumerate(plans, 1):
-        runner.forward(plan)
+        forward(plan)
         if device.type == "cuda" and number in (warm_up, len(plans)):
             torch.cuda.synchronize()  # the ticks that are read are ends on the device
         ticks.tick(plan.num_tokens)
+    speed, timed = throughput(read_lines(path), warm_up), plans[warm_up:]
+    tokens = mean(plan.num_tokens for plan in timed)
+    flops = [target_flops(layers, rank.text_config, plan.lengths) for plan in timed]
+    tflops = None if None in flops else mean(flops) * speed / tokens / 1e12
+    return {
+        "forward_tokens_per_s": speed,
+        "forward_ms": 1e3 * tokens / speed,
+        "useful_tflops": tflops,
+        "ceiling_tflops": ceiling / 1e12,
+        "share_of_ceiling": tflops and tflops * 1e12 / ceiling,
+        "tokens_per_micro_batch": tokens,
+    }
+
+
+def measure_target(rank: Rank, options, folder: Path) -> dict:
+    """The forward pass alone, then the target rank's loop with capture and packing."""
+    planner, warm_up = rank.planner, options.warm_up
+    runner, layers = rank.runner()
+    runner.warm_up(planner, 0)
+    alone = time_forward(runner.forward, layers, rank, options, folder / "forward.jsonl")
     graphs = compiled_graphs()
     PackOnly.ticks, pipeline.HiddenStateSender = Ticks(folder / "packed.jsonl"), PackOnly
     ring = rank.ring(rank.args.pipeline.prefetch_depth)
     stop = threading.Event()
     pipeline.run_target_rank(rank.args, rank.fabric, planner, runner, ring, 0, stop, rank.guard, rank.faults)
-    forward, packed = (throughput(read_lines(folder / f"{name}.jsonl"), warm_up) for name in ("forward", "packed"))
-    timed, headers = plans[warm_up:], PackOnly.headers[warm_up:]
-    tokens = mean(plan.num_tokens for plan in timed)
-    flops = [target_flops(layers, rank.text_config, plan.lengths) for plan in timed]
-    tflops = None if None in flops else mean(flops) * forward / tokens / 1e12
+    headers = PackOnly.headers[warm_up:]
     return {
         "target": runner.describe(),
-        "tokens_per_s": packed,
-        "forward_tokens_per_s": forward,
-        "forward_ms": 1e3 * tokens / forward,
-        "useful_tflops": tflops,
-        "ceiling_tflops": ceiling / 1e12,
-        "share_of_ceiling": tflops and tflops * 1e12 / ceiling,
+        "tokens_per_s": throughput(read_lines(folder / "packed.jsonl"), warm_up),
+        **alone,
         "stages_ms": {name: mean(getattr(h, f"{name}_us") for h in headers) / 1e3 for name in ("forward", "pack", "wait")},
-        "tokens_per_micro_batch": tokens,
         "graphs_compiled_when_packing": compiled_graphs() - graphs,
-        "peak_memory_gb": peak_memory_gb(device),
+        "peak_memory_gb": peak_memory_gb(rank.device),
     }
+
+
+@torch.no_grad()
+def measure_plain(rank: Rank, options, folder: Path) -> dict:
+    """Forward passes by transformers' own code. Padding on the right changes nothing before it, so no mask slows them."""
+    model = pipeline.load_target(rank.args.target, rank.target_config, rank.device)
+
+    def forward(plan: pipeline.BatchPlan) -> None:
+        documents = torch.from_numpy(plan.token_ids[: plan.num_tokens]).split(plan.lengths.tolist())
+        padded = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        model.get_decoder()(input_ids=padded.to(rank.device), use_cache=False)
+
+    alone = time_forward(forward, pipeline.decoder_layers(model), rank, options, folder / "forward.jsonl")
+    return {"tokens_per_s": alone["forward_tokens_per_s"], **alone, "peak_memory_gb": peak_memory_gb(rank.device)}
 
 
 def measure_drafter(rank: Rank, options, folder: Path) -> dict:
@@ -437,6 +458,8 @@ def ratios(results: dict[str, dict], target_ranks: int, drafter_ranks: int) -> d
         found["pack_to_forward"] = done["target"]["forward_tokens_per_s"] / speed["target"] - 1
         if "pipeline" in done:
             found["forward_slowdown_in_pipeline"] = done["pipeline"]["stages_ms"]["target_forward"] / forward_ms - 1
+        if "plain" in done:
+            found["forward_to_plain"] = done["target"]["forward_tokens_per_s"] / speed["plain"]
     return found
 
 
@@ -519,13 +542,13 @@ def work(options, flags: list[str]) -> None:
         topology = pipeline.Topology(*(int(os.environ[name]) for name in names), num_targets=0)
         device, _ = pipeline.choose_device(args.pipeline.device, topology)
     else:
-        first = 0 if options.worker == "target" else targets  # its place among all ranks gives its GPU
+        first = targets if options.worker == "drafter" else 0  # its place among all ranks gives its GPU
         whole = pipeline.Topology(first, targets + drafters, first, targets + drafters, targets)
         device, _ = pipeline.choose_device(args.pipeline.device, whole)
         topology = pipeline.Topology(int(options.worker == "drafter"), 2, 0, 1, num_targets=1)
-    if options.worker == "target":  # its steps are single micro-batches
+    if options.worker in ("target", "plain"):  # their steps are single micro-batches
         args.optimization.gradient_accumulation_steps = 1
-    measures = {"target": measure_target, "drafter": measure_drafter, "colocated": measure_colocated}
+    measures = {"target": measure_target, "drafter": measure_drafter, "colocated": measure_colocated, "plain": measure_plain}
     result = measures[options.worker](Rank(args, topology, device), options, options.folder)
     if result is not None:
         (options.folder / "result.json").write_text(json.dumps(result))
@@ -550,7 +573,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a measurement may take (%(default)s)")
     parser.add_argument("--keep", type=Path, help="new folder for logs and metrics; else a temporary one")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--worker", choices=("target", "drafter", "colocated"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=set(MEASUREMENTS) - set(SWITCHES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
 
