@@ -162,15 +162,17 @@ class TargetArguments:
         choices=["auto", "bfloat16", "float16", "float32"],
     )
     trust_remote_code: bool = setting(False, "Run Python code shipped with the model or tokenizer.")
-    num_fc_layers: int = setting(5, "Captured layers K, spread by the z-lab rule. Independent of the drafter's depth.")
+    num_fc_layers: Optional[int] = setting(
+        None, "Captured layers K, spread by the z-lab rule. Independent of the drafter's depth. (default: 5)"
+    )
     fc_layer_ids: Optional[list[int]] = setting(
         None, "Captured layers by id (outputs of decoder layers, counted from 0), in place of the rule."
     )
     target_layout: str = setting(
         "auto",
         "How documents lie in the target's forward pass. packed: end to end in one row of N, kept apart by "
-        "variable-length attention, for targets of plain softmax attention. padded: one a row, in buckets of similar "
-        "length. auto: packed on CUDA in half precision where the target allows it; the start says which and why.",
+        "variable-length attention, for targets of plain softmax attention and hybrids of the gated delta rule. padded: one "
+        "a row, in buckets of similar length. auto: packed on CUDA in half precision where the target allows it; the start says which and why.",
         choices=["auto", "packed", "padded"],
     )
     target_fp8: bool = setting(
@@ -2244,9 +2246,9 @@ def settle_target_dtype(args: TargetArguments, config, device: torch.device) -> 
 def choose_fc_layer_ids(num_layers: int, args: TargetArguments) -> tuple[int, ...]:
     """`--fc-layer-ids`, else K layers by the z-lab rule: n // 2 for one, else round(1 + j * (n - 4) / (K - 1)).
 
-    Raises UserError when ids repeat, are unsorted or lie outside the target.
+    Raises UserError when ids repeat, are unsorted or lie outside the target, or are not as many as `--num-fc-layers`.
     """
-    k = args.num_fc_layers
+    k = 5 if args.num_fc_layers is None else args.num_fc_layers
     if args.fc_layer_ids is not None:
         ids = tuple(args.fc_layer_ids)
     elif k == 1:
@@ -2257,6 +2259,11 @@ def choose_fc_layer_ids(num_layers: int, args: TargetArguments) -> tuple[int, ..
         raise UserError(
             f"captured layers {list(ids)} of a target with {num_layers} layers: ids must rise and lie in "
             f"0..{num_layers - 1}; set --fc-layer-ids or a smaller --num-fc-layers"
+        )
+    if args.num_fc_layers not in (None, len(ids)):
+        raise UserError(
+            f"--num-fc-layers {args.num_fc_layers}, but layers {list(ids)} are asked for, by --fc-layer-ids or the drafter "
+            "that training starts from"
         )
     return ids
 
@@ -3648,10 +3655,10 @@ def count_convolutions(layer: nn.Module) -> int:
 def linear_attention_kernels() -> Optional[str]:
     """The version of flash-linear-attention that transformers uses, or None: its own PyTorch code."""
     try:
-        import fla.ops.gated_delta_rule  # noqa: F401
+        import fla.ops.gated_delta_rule
 
-        return importlib.metadata.version("flash-linear-attention")
-    except (ImportError, RuntimeError):  # PackageNotFoundError is an ImportError
+        return fla.__version__
+    except (ImportError, RuntimeError):
         return None
 
 
@@ -3995,9 +4002,12 @@ def check_targets_round_alike(fabric, captured: Optional[int]) -> None:
 def load_runner(args: Arguments, target_config, config, fabric, planner: Planner, first_m: int) -> TargetRunner:
     """This rank's target with its hooks, or its share of one, warmed up; all targets are seen to compute alike."""
     topology, device = fabric.topology, fabric.device
+    first = topology.rank == topology.ranks_of["target"][0]
     model = load_target(args.target, target_config, device, topology.target_tp)
-    if (warning := check_unproven_target(model, target_config)) and topology.rank == topology.ranks_of["target"][0]:
+    if (warning := check_unproven_target(model, target_config)) and first:
         print(f"warning: {warning}", flush=True)
+    if first and any(map(has_state, decoder_layers(model))) and linear_attention_kernels() is not None:
+        print("target: flash-linear-attention tunes its kernels, which takes minutes on a new machine", flush=True)
     layout, with_last = args.target.target_layout, args.data.loss == "kl"
     compiled, fp8 = args.pipeline.compile, args.target.target_fp8
     runner = TargetRunner(model, config.target_layer_ids, with_last, device, layout, compiled, fp8)

@@ -326,6 +326,12 @@ def test_layers_follow_the_z_lab_rule(depth, k, ids):
 
 def test_explicit_layers_replace_the_rule():
     assert chosen(64, fc_layer_ids=[5, 19, 33, 47, 61]) == (5, 19, 33, 47, 61)
+    assert chosen(8, fc_layer_ids=[1, 3], num_fc_layers=2) == (1, 3)
+
+
+def test_explicit_layers_of_another_number_are_refused():
+    with pytest.raises(UserError, match=r"^--num-fc-layers 3, but layers \[1, 3\] are asked for"):
+        chosen(8, fc_layer_ids=[1, 3], num_fc_layers=3)
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,7 @@ def trained(work, data, straight, sparse_flags, short_flags):
         Case("held-out", [*zero_flags("zero2", data), "--eval-data", other_data[1], "--eval-every", "3"]),
         Case("held-out-zero3", [*zero_flags("zero3", data), "--eval-data", other_data[1], "--eval-every", "3"]),
         Case("packed", [*zero_flags("zero2", data), "--target-layout", "packed"]),
+        Case("fp8", [*zero_flags("zero2", data), "--target-fp8", *two_targets]),
         Case("dpace", [*zero_flags("zero1", data), "--loss-weights", "dpace"]),
         Case("init-from", [*few, "--init-from", f"{folder}/zero1/run", "--max-steps", "1", "--learning-rate", "0"]),
         Case("sparse", sparse_flags),
@@ -486,6 +487,16 @@ def test_target_with_its_documents_in_one_row_equals_a_padded_one(trained, refer
     compare_with_reference(trained["packed"].check_ok(), references[ZERO["zero2"]])
     assert "target: 6 layers; documents end to end\n" in trained["packed"].out[0]
     assert "target: 6 layers; documents padded (" in trained["zero2"].out[0]
+
+
+def test_target_in_fp8_trains_on_other_states_and_says_so(trained):
+    fp8, plain = trained["fp8"].check_ok(), trained["zero2"]
+    moved = re.search(r"42 linear layers in fp8; fp8 moves its captured states by (\d+\.\d)% \(of random tokens\)", fp8.out[0])
+    assert 2 < float(moved[1]) < 20
+    for ours, theirs in zip(fp8.metrics, plain.metrics, strict=True):
+        assert ours["loss"] != theirs["loss"] and ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
+    state = json.loads((fp8.output_dir / "checkpoints" / "step-000004" / pipeline.STATE).read_text())
+    assert state["identity"]["target_dtype"] == "float32 with linear layers in fp8"  # a resume without it is refused by name
 
 
 def test_dpace_equals_plain_torch(trained, data):

@@ -4,6 +4,7 @@ which targets may do so; compiled layers; random targets."""
 import copy
 import itertools
 import re
+import sys
 import types
 from types import SimpleNamespace
 
@@ -450,6 +451,16 @@ def test_targets_that_round_otherwise_are_warned_of(capsys):
     warning = "warning: target 2 (rank 2) rounds otherwise than target 0 (rank 0): results depend on the number of targets\n"
     assert capsys.readouterr().out == warning
     assert runners[0].warm_up(planner, planner.end_m, summed=True) is None
+
+
+def test_version_of_the_linear_attention_kernels(monkeypatch):
+    """Of what is imported: flash-linear-attention or, enough for transformers, fla-core alone."""
+    found = pipeline.linear_attention_kernels.__wrapped__
+    assert found() is None  # not among the requirements
+    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule")}
+    modules["fla"].ops, modules["fla"].__version__ = modules["fla.ops"], "9.9"
+    monkeypatch.setattr(sys, "modules", sys.modules | modules)
+    assert found() == "9.9"
 
 
 # fp8 ------------------------------------------------------------------------------------------------------------------
