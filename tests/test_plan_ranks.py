@@ -271,9 +271,9 @@ def test_only_chosen_experts_count_as_work(tmp_path):
     assert shapes.layer_weights - shapes.active_weights == experts * 6 / 8
 
 
-def planning(target: str, **options) -> plan_ranks.Planning:
+def planning(target: str, fp8=False, **options) -> plan_ranks.Planning:
     defaults = vars(plan_ranks.make_parser().parse_args([])) | {"tokens_per_step": 4096}
-    args = arguments(target=target, num_draft_layers=2)
+    args = arguments(target=target, num_draft_layers=2, target_fp8=fp8)
     return plan_ranks.Planning(argparse.Namespace(**defaults | options), args, None)
 
 
@@ -288,6 +288,19 @@ def test_a_target_too_large_for_one_gpu_gets_the_smallest_number_of_ranks(monkey
         planning(folder, memory_share=1.0, target_tp=1)
     with pytest.raises(UserError, match="even as one of 2"):  # its 2 key-value heads cannot be shared further
         planning(folder, memory_share=0.01)
+
+
+def test_a_target_in_fp8(target_folder):
+    """Faster, its layers' weights a byte each; alone on its GPU, and not on one that cannot."""
+    folder = target_folder("qwen3")
+    plain, fp8 = planning(folder), planning(folder, fp8=True)
+    assert plain.estimate.target_ms(1024, 64, 1) == pytest.approx(plan_ranks.FP8_GAIN * fp8.estimate.target_ms(1024, 64, 1))
+    weights = [plan_ranks.target_memory(x.shapes, 1024, 2, 1)["weights"] * GB for x in (plain, fp8)]
+    assert weights[0] - weights[1] == pytest.approx((plain.shapes.element_bytes - 1) * plain.shapes.layer_weights)
+    with pytest.raises(UserError, match="--target-tp 2 will not do: choose from 1"):
+        planning(folder, fp8=True, target_tp=2)
+    with pytest.raises(UserError, match="--target-fp8: an A100 does not"):
+        planning(folder, fp8=True, gpu="a100")
 
 
 def test_the_plan_uses_every_gpu_and_what_is_fixed_stays(target_folder):

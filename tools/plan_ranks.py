@@ -65,6 +65,7 @@ class GPU:
     memory_tb_per_s: float
     link_gb_per_s: float  # NVLink
     node_link_gb_per_s: float  # network adapter between nodes
+    fp8: bool = True
 
 
 GPUS = {
@@ -76,16 +77,17 @@ GPUS = {
     "h100": GPU(989, 80, 3.35, 450, 50),
     # A100 SXM 80 GB data sheet: 312 TFLOPS bf16 dense, 80 GB, 2,039 GB/s, NVLink 600 GB/s in both directions.
     # DGX A100 data sheet: 8 adapters of 200 Gb/s for 8 GPUs.
-    "a100": GPU(312, 80, 2.039, 300, 25),
+    "a100": GPU(312, 80, 2.039, 300, 25, fp8=False),
     # DGX B200 data sheet, for 8 GPUs: 72 PFLOPS FP8 with sparsity (a quarter of it in dense bf16), 1,440 GB, 64 TB/s,
     # NVLink 14.4 TB/s in both directions, 8 ConnectX-7 of 400 Gb/s.
     "b200": GPU(2250, 180, 8.0, 900, 50),
 }
 
 # Shares of the published rates that were reached on H200s; taken for the other kinds, too.
-TARGET_SHARE = {True: 605 / 989, False: 455 / 989}  # Qwen3-8B-shaped target, layers compiled or not, TFLOP/s
-LINEAR_ATTENTION_SHARE = 433 / 989  # Qwen3.6-27B-shaped target with flash-linear-attention 0.6
-DRAFTER_SHARE = 70.9 / 0.134 / 989  # its drafter, compiled, forward and backward: 70.9 TFLOP in 134 ms
+TARGET_SHARE = {True: 590 / 989, False: 455 / 989}  # Qwen3-8B-shaped target, layers compiled or not, TFLOP/s
+LINEAR_ATTENTION_SHARE = {True: 571 / 989, False: 438 / 989}  # Qwen3.6-27B-shaped target, flash-linear-attention 0.6
+FP8_GAIN = 189 / 130  # forward pass of the Qwen3-8B-shaped target, without --target-fp8 and with it
+DRAFTER_SHARE = 70.9 / 0.127 / 989  # its drafter, compiled, forward and backward: 70.9 TFLOP in 127 ms
 UNCOMPILED = 190 / 158  # a drafter step without compiled layers (ZeRO 3, --no-compile) to one with (SpecForge's)
 LINK_SHARE = 234 / 450  # a payload of 335 MB with its header and credit: 234 GB/s
 MEMORY_SHARE = 0.24  # optimizer step of 1.05 G parameters: 28 ms for STEP_BYTES of each
@@ -235,6 +237,7 @@ class Shapes:
     text: object  # the target's text config
     drafter: pipeline.DrafterConfig
     element_bytes: int  # of the target's dtype
+    layer_element_bytes: int  # of its decoder layers' weights, once it runs
     with_last: bool
     layers: int  # of the target, that run: up to the last captured one, all for the KL loss
     layer_weights: int  # in them
@@ -272,7 +275,7 @@ def read_shapes(args: pipeline.Arguments) -> Shapes:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shapes(
-        text, drafter, torch.empty(0, dtype=config.dtype).element_size(), with_last, len(layers),
+        text, drafter, config.dtype.itemsize, 1 if args.target.target_fp8 else config.dtype.itemsize, with_last, len(layers),
         sum(p.numel() for p in layers.parameters()), sum(active(n, p) for n, p in layers.named_parameters()),
         sum(p.numel() for p in model.parameters()), text.num_attention_heads * head_dim,
         sum(kind.endswith("_attention") and kind != "linear_attention" for kind in kinds[: len(layers)]),
@@ -295,7 +298,7 @@ def target_memory(shapes: Shapes, tokens: int, depth: int, tp: int) -> dict[str,
     ends = shapes.drafter.vocab_size * shapes.drafter.hidden_size
     captured = shapes.payload_bytes(tokens) * (depth + 1)  # those of the passes whose packing is still to come
     return {
-        "weights": (shapes.layer_weights / tp + ends) * b / GB,
+        "weights": (shapes.layer_weights / tp * shapes.layer_element_bytes + ends * b) / GB,
         "activations": (1.25 * tokens * width * b + captured) / GB,  # a quarter more for padding
         "slots": depth * shapes.payload_bytes(tokens) / GB,
         "reserved": RESERVED_GB,
@@ -392,8 +395,9 @@ class Estimate:
         s, compiled = self.shapes, self.args.pipeline.compile
         pairs = float((self.plan(tokens, anchors).lengths ** 2).sum()) / 2
         flops = 2 * s.active_weights * tokens + 4 * pairs * s.attention_width * s.attending_layers
-        share = TARGET_SHARE[compiled] if s.attending_layers == s.layers else LINEAR_ATTENTION_SHARE
+        share = (TARGET_SHARE if s.attending_layers == s.layers else LINEAR_ATTENTION_SHARE)[compiled]
         compute = flops / (self.gpu.matrix_tflops * 1e12 * share * tp)
+        compute /= FP8_GAIN if self.args.target.target_fp8 else 1.0
         # tensor parallelism: two all-reduces a layer, each rank sends its part twice
         reduced = 2 * s.layers * tokens * s.drafter.hidden_size * s.element_bytes * 2 * (tp - 1) / tp
         compute += reduced / (self.gpu.link_gb_per_s * GB * LINK_SHARE)
@@ -443,8 +447,8 @@ def transfer_ms(crossing: np.ndarray, payload_gb: float, gpu: GPU) -> np.ndarray
 # ---- Measured times ----
 
 # What a run's config.yaml says about the shapes: taken over unless flags say otherwise.
-TAKEN_OVER = ("target", "tokenizer", "target_dtype", "trust_remote_code", "num_fc_layers", "fc_layer_ids", "block_size",
-              "num_draft_layers", "sliding_window", "num_full_attention_layers", "loss", "async_postprocess",
+TAKEN_OVER = ("target", "tokenizer", "target_dtype", "target_fp8", "trust_remote_code", "num_fc_layers", "fc_layer_ids",
+              "block_size", "num_draft_layers", "sliding_window", "num_full_attention_layers", "loss", "async_postprocess",
               "split_fc_layers", "prefetch_depth")  # fmt: skip
 
 
@@ -623,6 +627,8 @@ class Planning:
         for tokens, anchors in self.micro_batches() if measured is None else ():
             data = dataclasses.replace(args.data, tokens_per_micro_batch=tokens, anchors_per_micro_batch=anchors)
             pipeline.check_tiles(dataclasses.replace(args, data=data), torch.device("cuda"))
+        if args.target.target_fp8 and not self.gpu.fp8:
+            raise UserError(f"--target-fp8: an {options.gpu.upper()} does not compute in fp8")
         self.shapes = read_shapes(args)
         self.estimate = Estimate(self.gpu, options.gpus_per_node, self.shapes, args)
         self.limit_gb = self.gpu.memory_gb * options.memory_share
@@ -632,14 +638,15 @@ class Planning:
     def choose_tp(self) -> int:
         """The smallest K that lets a target fit into K GPUs of one node, or the given one. Raises UserError."""
         smallest = min(self.micro_batches())[0]
-        possible = [k for k in pipeline.target_tp_degrees(self.shapes.text) if k <= self.options.gpus_per_node]
+        most = 1 if self.args.target.target_fp8 else self.options.gpus_per_node  # the two exclude each other
+        possible = [k for k in pipeline.target_tp_degrees(self.shapes.text) if k <= most]
         needs = {k: target_peak(self.shapes, smallest, self.depth, k) for k in possible}
         fitting = [k for k in possible if needs[k] <= self.limit_gb]
         given = self.options.target_tp
         what = f"a target rank may take {self.limit_gb:.0f} GB of a GPU"
         if not fitting:
-            most = possible[-1]
-            raise UserError(f"{what}, but needs {needs[most]:.0f} GB even as one of {most} that share the target")
+            least = needs[possible[-1]]
+            raise UserError(f"{what}, but needs {least:.0f} GB even as one of {possible[-1]} that share the target")
         if given is not None and given not in fitting:
             raise UserError(f"{what}; --target-tp {given} will not do: choose from {', '.join(map(str, fitting))}")
         pipeline.check_target_tp(self.shapes.text, given or fitting[0])
