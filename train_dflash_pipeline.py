@@ -172,7 +172,8 @@ class TargetArguments:
         "auto",
         "How documents lie in the target's forward pass. packed: end to end in one row of N, kept apart by "
         "variable-length attention, for targets of plain softmax attention and hybrids of the gated delta rule. padded: one "
-        "a row, in buckets of similar length. auto: packed on CUDA in half precision where the target allows it; the start says which and why.",
+        "a row, in buckets of similar length. auto: packed on CUDA in half precision where the target allows it; the start "
+        "says which and why.",
         choices=["auto", "packed", "padded"],
     )
     target_fp8: bool = setting(
@@ -2314,12 +2315,20 @@ def target_bytes(args: TargetArguments, config) -> int:
     return sum(parameter.numel() for parameter in skeleton.parameters()) * config.dtype.itemsize
 
 
+def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UserError where `Float8Linear` has no kernel."""
+    if device.type == "cuda" and (torch.cuda.get_device_capability(device) < (8, 9) or dtype != torch.bfloat16):
+        raise UserError("--target-fp8: needs a target in bfloat16 and a GPU that computes in fp8 (Ada, Hopper or newer)")
+
+
 def load_target(args: TargetArguments, config, device: torch.device, target_tp: int = 1) -> nn.Module:
     """The frozen target in eval mode, straight onto its device: the whole of it, or with `target_tp` above 1 this
     rank's share, by transformers' tensor parallel plan over the default process group, which has `target_tp` ranks.
 
-    Raises UserError for a target that does not fit into its GPU.
+    Raises UserError for a target that does not fit into its GPU, or one in fp8 that this GPU cannot compute.
     """
+    if args.target_fp8:
+        check_fp8(config.dtype, device)
     if device.type == "cuda" and getattr(config, "quantization_config", None) is None:
         degrees = target_tp_degrees(config.get_text_config())
         check_target_fits(target_bytes(args, config), torch.cuda.mem_get_info(device)[0], target_tp, degrees)
@@ -3855,9 +3864,6 @@ class TargetRunner:
     def _to_fp8(self) -> tuple[int, float]:
         """Put Float8Linear in the place of linear layers, but for gates, which are small and sensitive. Returns (how many,
         the `relative_error` that it makes in the captured states of random tokens). Raises UserError where it cannot be."""
-        if self.device.type == "cuda" and (torch.cuda.get_device_capability(self.device) < (8, 9)
-                                           or self.decoder.dtype != torch.bfloat16):  # fmt: skip
-            raise UserError("--target-fp8: needs a target in bfloat16 and a GPU that computes in fp8 (Ada, Hopper or newer)")
         before, count = self._trial([] if self.packed else None), 0
         for layer in self.layers:
             for parent in list(layer.modules()):

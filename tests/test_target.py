@@ -501,6 +501,18 @@ def test_target_in_fp8_says_how_far_off_its_states_are(kind):
     assert f"; {25 if kind == 'qwen3_5_text' else 28} linear layers in fp8" in runner.describe() and "fp8" not in plain.describe()
 
 
+@pytest.mark.parametrize("capability, dtype, refused", [
+    ((8, 0), torch.bfloat16, True), ((8, 9), torch.bfloat16, False), ((9, 0), torch.bfloat16, False),
+    ((9, 0), torch.float16, True), ((10, 0), torch.bfloat16, False),
+])  # fmt: skip
+def test_fp8_needs_a_gpu_that_has_it_and_bf16(monkeypatch, capability, dtype, refused):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    args, config = arguments(target="toy", target_fp8=True).target, SimpleNamespace(dtype=dtype)
+    goes_on = pytest.raises(AttributeError, match="get_text_config")  # to load the target of a config that is none
+    with pytest.raises(UserError, match="Ada, Hopper or newer") if refused else goes_on:
+        pipeline.load_target(args, config, torch.device("cuda"))
+
+
 def test_fp8_is_refused_where_there_is_nothing_to_put_it_in():
     model = tiny("llama")
     for module in [m for m in decoder_layers(model).modules() if isinstance(m, torch.nn.Linear)]:
