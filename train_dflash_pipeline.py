@@ -1943,6 +1943,22 @@ def check_data(documents: Documents, held_out: Optional[Documents], mask_token_i
             print(f"warning: {line}, as if their text were to be filled in there", flush=True)
 
 
+def check_rope(text_config, longest: int) -> None:
+    """Raise UserError where a document's states would depend on its neighbours' lengths: some variants of RoPE choose the
+    frequencies of a whole forward pass by its longest document. longest: tokens."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for variant in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:  # by kind of layer
+        kind = variant.get("rope_type")
+        limits = {"longrope": variant.get("original_max_position_embeddings"),
+                  "dynamic": getattr(text_config, "max_position_embeddings", None)}  # fmt: skip
+        limit = limits.get(kind)
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"documents of up to {longest:,} tokens: this target's RoPE ({kind}) changes its frequencies "
+                f"for all documents of a forward pass that holds one of more than {limit:,}; set --max-document-tokens {limit}"
+            )
+
+
 # ======================================================================================================================
 # 4. Plan. In: documents, seed, micro-batch number m. Out: everything about m but its hidden states, on any rank.
 # ======================================================================================================================
@@ -3813,9 +3829,9 @@ class TargetRunner:
         self.decoder.norm = nn.Identity()  # hidden states are captured before it
         self.obstacle = "as asked for" if layout == "padded" else self._pack(layout == "packed")
         self.capture.end_to_end = self.packed = self.obstacle is None
-        self.fp8_layers, self.fp8_error = self._to_fp8() if fp8 else (0, 0.0)
         self.compiled = compiled and device.type == "cuda"
         self.pass_cost = forward_pass_cost(self.layers, device, self.compiled)
+        self.fp8_layers, self.fp8_error = self._to_fp8() if fp8 else (0, 0.0)
         if self.compiled:
             self.compile_layers()
 
@@ -5999,6 +6015,7 @@ def run_role(args: Arguments, topology: Topology, fabric: Fabric, stop_requested
         held_out = load_documents(args.data.eval_data, args, tokenizer, topology, fabric.store, "eval", shared)
     if topology.rank == 0:
         check_data(documents, held_out, config.mask_token_id)
+        check_rope(text_config, max(part.lengths.max() for part in (documents, held_out) if part is not None))
     planner = Planner(documents, args, topology.num_drafters, held_out)
     identity = run_identity(args, documents, config, topology.num_drafters)
     resumed = choose_checkpoint(args, identity, fabric)

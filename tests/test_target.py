@@ -38,10 +38,8 @@ LENGTHS = [1, 30, 12, 1, 29, 2, 13, 40, 4, 5]
 
 def tiny(kind: str, **values):
     """A random model of 5 layers whose weights all differ, those of norms and decays too."""
-    values = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2} | values
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=320, hidden_size=32, intermediate_size=48, max_position_embeddings=512, **values
-    )
+    values = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512} | values
+    config = transformers.AutoConfig.for_model(kind, vocab_size=320, hidden_size=32, intermediate_size=48, **values)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -463,6 +461,39 @@ def test_version_of_the_linear_attention_kernels(monkeypatch):
     assert found() == "9.9"
 
 
+ROPES = {
+    "longrope": ("phi3", {"pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 16.0,
+        "original_max_position_embeddings": 32}}),
+    "dynamic": ("llama", {"max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_that_goes_by_the_longest_document_is_refused_where_that_matters(name, layout):
+    kind, values = ROPES[name]
+    for longest, moves in ((32, False), (40, True)):
+        runner = TargetRunner(tiny(kind, **values), LAYERS, False, CPU, layout)
+        run = runner._packed_pass if runner.packed else runner._padded_pass
+        ids = np.random.default_rng(0).integers(0, 320, longest + 31)
+        states = []
+        for lengths in ([longest, 31], [31]):
+            shot = run(ids[-sum(lengths) :], np.array(lengths))
+            shot.end_to_end = runner.packed
+            states.append(shot.get_hidden_states_packed(lengths)[0][0][-31:])
+        assert (pipeline.relative_error(*states) > 1e-3) is moves
+    config = runner.decoder.config
+    pipeline.check_rope(config, 32)
+    with pytest.raises(UserError, match=rf"RoPE \({name}\) changes .* set --max-document-tokens 32$"):
+        pipeline.check_rope(config, 33)
+    config.rope_parameters = {"full_attention": config.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(UserError, match="--max-document-tokens 32"):
+        pipeline.check_rope(config, 33)
+    pipeline.check_rope(tiny("llama").config, 10**6)
+
+
 # fp8 ------------------------------------------------------------------------------------------------------------------
 
 
@@ -493,9 +524,11 @@ def test_gates_and_odd_sizes_stay_out_of_fp8(into, out, fits):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_target_in_fp8_says_how_far_off_its_states_are(kind):
+def test_target_in_fp8_says_how_far_off_its_states_are(kind, monkeypatch):
+    monkeypatch.setattr(pipeline, "forward_pass_cost", lambda layers, *_: sum(p.numel() for p in layers.parameters()) / 1e3)
     plan, plain = plan_of(make_documents(LENGTHS)), TargetRunner(tiny(kind, **KINDS[kind]), LAYERS, False, CPU)
     runner = TargetRunner(tiny(kind, **KINDS[kind]), LAYERS, False, CPU, fp8=True)
+    assert runner.pass_cost == plain.pass_cost > 0  # by which documents are cut into padded passes
     error = pipeline.relative_error(packed_rows(runner, plan), packed_rows(plain, plan))
     assert error == pytest.approx(runner.fp8_error, rel=0.5) and 0.02 < error < 0.5
     assert f"; {25 if kind == 'qwen3_5_text' else 28} linear layers in fp8" in runner.describe() and "fp8" not in plain.describe()
