@@ -3911,6 +3911,7 @@ class TargetRunner:
         try:
             rows, beside_another = self._trial(windows), self._trial(windows, first_token=1)
         except ValueError as error:
+            self.capture.captured = {}  # of the layers before
             return str(error)
         if windows != 2 * expected_windows(self.decoder.config, len(self.layers)):
             return "some layers have attention of their own"

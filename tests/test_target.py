@@ -223,6 +223,16 @@ def test_auto_packs_where_there_is_a_kernel(monkeypatch):
     assert TargetRunner(tiny("llama"), LAYERS, False, CPU).describe() == "4 layers; documents end to end"
 
 
+def test_a_trial_that_ends_in_a_later_layer_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(pipeline, "FAST_DTYPES", {("cpu", torch.float32)})
+    model = tiny("llama")
+    decoder_layers(model)[2].self_attn.is_causal = False  # two layers have been captured by then
+    padded = TargetRunner(copy.deepcopy(model), LAYERS, False, CPU, "padded")
+    runner, plan = TargetRunner(model, LAYERS, False, CPU), plan_of(make_documents(LENGTHS))
+    assert "documents padded (its attention is not the plain causal one" in runner.describe()
+    assert torch.equal(packed_rows(runner, plan), packed_rows(padded, plan))
+
+
 def test_layer_that_goes_its_own_way_is_found_out():
     model = tiny("llama")
     decoder_layers(model)[1].self_attn = OwnAttention()
