@@ -1950,7 +1950,7 @@ def check_rope(text_config, longest: int) -> None:
     for variant in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:  # by kind of layer
         kind = variant.get("rope_type")
         limits = {"longrope": variant.get("original_max_position_embeddings"),
-                  "dynamic": getattr(text_config, "max_position_embeddings", None)}  # fmt: skip
+                  "dynamic": getattr(text_config, "max_position_embeddings", 0) - 1}  # at the limit it keeps the last pass's
         limit = limits.get(kind)
         if limit is not None and longest > limit:
             raise UserError(
@@ -3910,7 +3910,7 @@ class TargetRunner:
         windows, half = [], self.decoder.dtype.itemsize == 2
         try:
             rows, beside_another = self._trial(windows), self._trial(windows, first_token=1)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a decoder that takes no further arguments
             self.capture.captured = {}  # of the layers before
             return str(error)
         if windows != 2 * expected_windows(self.decoder.config, len(self.layers)):

@@ -494,13 +494,13 @@ def test_rope_that_goes_by_the_longest_document_is_refused_where_that_matters(na
             shot.end_to_end = runner.packed
             states.append(shot.get_hidden_states_packed(lengths)[0][0][-31:])
         assert (pipeline.relative_error(*states) > 1e-3) is moves
-    config = runner.decoder.config
-    pipeline.check_rope(config, 32)
-    with pytest.raises(UserError, match=rf"RoPE \({name}\) changes .* set --max-document-tokens 32$"):
-        pipeline.check_rope(config, 33)
+    config, limit = runner.decoder.config, {"longrope": 32, "dynamic": 31}[name]
+    pipeline.check_rope(config, limit)
+    with pytest.raises(UserError, match=rf"RoPE \({name}\) changes .* set --max-document-tokens {limit}$"):
+        pipeline.check_rope(config, limit + 1)
     config.rope_parameters = {"full_attention": config.rope_parameters, "sliding_attention": {"rope_type": "default"}}
-    with pytest.raises(UserError, match="--max-document-tokens 32"):
-        pipeline.check_rope(config, 33)
+    with pytest.raises(UserError, match=f"--max-document-tokens {limit}"):
+        pipeline.check_rope(config, limit + 1)
     pipeline.check_rope(tiny("llama").config, 10**6)
 
 
