@@ -2450,6 +2450,11 @@ def read_ends(files: dict[str, Path], tied: bool, norm_names: list[str], target:
     head_pattern = outside_layers + r"lm_head\.weight$"
     if not tied or any(re.search(head_pattern, key) for key in files):
         head = read_tensor(files, only_key(files, head_pattern, target), target)
+    for name, matrix in (("embedding", embedding), ("LM head", head)):
+        if matrix.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            dtype = str(matrix.dtype).removeprefix("torch.")
+            raise UserError(f"{target}: its {name} is stored in {dtype}, whose scales are not read: take a checkpoint with "
+                            "both ends in 16 or 32 bits")  # fmt: skip
     return embedding, head, norm_weights
 
 

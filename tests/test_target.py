@@ -1,6 +1,7 @@
 """The target with its documents end to end in one row: against each document alone, its neighbours, the padded layout;
 which targets may do so; compiled layers; random targets."""
 
+import contextlib
 import copy
 import itertools
 import re
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import train_dflash_pipeline as pipeline
@@ -502,6 +504,19 @@ def test_rope_that_goes_by_the_longest_document_is_refused_where_that_matters(na
     with pytest.raises(UserError, match=f"--max-document-tokens {limit}"):
         pipeline.check_rope(config, limit + 1)
     pipeline.check_rope(tiny("llama").config, 10**6)
+
+
+@pytest.mark.parametrize("quantised, name", [("model.embed_tokens.weight", "embedding"), ("lm_head.weight", "LM head")])
+def test_ends_that_are_stored_with_scales_are_refused(tmp_path, quantised, name):
+    """Their codes alone would be taken for weights."""
+    tensors = {key: torch.ones(4, 4).bfloat16() for key in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+        tensors[quantised] = tensors[quantised].to(dtype)
+        save_file(tensors, tmp_path / "model.safetensors")
+        files = pipeline.safetensors_index(str(tmp_path))
+        refused = pytest.raises(UserError, match=f"its {name} is stored in .*8.*, whose scales are not read")
+        with refused if dtype.itemsize == 1 else contextlib.nullcontext():
+            pipeline.read_ends(files, False, ["weight"], str(tmp_path))
 
 
 # fp8 ------------------------------------------------------------------------------------------------------------------
