@@ -336,9 +336,13 @@ class PipelineArguments:
 @dataclass
 class RunArguments:
     output_dir: str = setting("runs/dflash", "Where checkpoints, metrics.jsonl and TensorBoard files go.")
-    save_every: int = setting(0, "Steps between checkpoints; the last step is always saved.")
+    save_every: int = setting(0, "Steps between checkpoints; the last step is always saved. 0: that alone.")
     keep_checkpoints: int = setting(2, "Newest checkpoints kept.")
-    resume: str = setting("auto", "auto: from the output folder's newest checkpoint, if any; a checkpoint's path; never.")
+    resume: str = setting(
+        "auto",
+        "auto: from the output folder's newest checkpoint, if any; a checkpoint's path; never. The latter two hold at every "
+        "restart, too, which then does all steps again: not for launchers that restart or requeue.",
+    )
     log_every: int = setting(1, "Steps between console lines; metrics.jsonl and TensorBoard get every step.")
     on_nonfinite: str = setting(
         "raise",
@@ -641,10 +645,10 @@ class Topology:
         """All (target, drafter) that ever exchange a micro-batch, in the one order in which links are made."""
         return sorted({(target, self.drafter_of(m)) for m, target in enumerate(self.target_table)})
 
-    def crossing_share(self) -> float:
-        """The share of micro-batches whose target and drafter live on different nodes."""
-        homes = [self.node_of("drafter", self.drafter_of(m)) for m in range(len(self.target_table))]
-        return sum(self.node_of("target", t) != home for t, home in zip(self.target_table, homes)) / len(homes)
+    def crossings(self) -> np.ndarray:
+        """By m over a period: whether its target and its drafter live on different nodes."""
+        pairs = enumerate(self.target_table)
+        return np.array([self.node_of("target", t) != self.node_of("drafter", self.drafter_of(m)) for m, t in pairs])
 
     def of(self, rank: int) -> "Topology":
         """The same, seen from another rank."""
@@ -1943,22 +1947,6 @@ def check_data(documents: Documents, held_out: Optional[Documents], mask_token_i
             print(f"warning: {line}, as if their text were to be filled in there", flush=True)
 
 
-def check_rope(text_config, longest: int) -> None:
-    """Raise UserError where a document's states would depend on its neighbours' lengths: some variants of RoPE choose the
-    frequencies of a whole forward pass by its longest document. longest: tokens."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    for variant in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:  # by kind of layer
-        kind = variant.get("rope_type")
-        limits = {"longrope": variant.get("original_max_position_embeddings"),
-                  "dynamic": getattr(text_config, "max_position_embeddings", 0) - 1}  # at the limit it keeps the last pass's
-        limit = limits.get(kind)
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"documents of up to {longest:,} tokens: this target's RoPE ({kind}) changes its frequencies "
-                f"for all documents of a forward pass that holds one of more than {limit:,}; set --max-document-tokens {limit}"
-            )
-
-
 # ======================================================================================================================
 # 4. Plan. In: documents, seed, micro-batch number m. Out: everything about m but its hidden states, on any rank.
 # ======================================================================================================================
@@ -2324,11 +2312,66 @@ def check_target_fits(num_bytes: int, free_bytes: int, target_tp: int, degrees: 
     )
 
 
+def check_rope(text_config, longest: int) -> None:
+    """Raise UserError where a document's states would depend on its neighbours' lengths: some variants of RoPE choose the
+    frequencies of a whole forward pass by its longest document. longest: tokens."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for variant in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:  # by kind of layer
+        kind = variant.get("rope_type")
+        limits = {"longrope": variant.get("original_max_position_embeddings"),
+                  "dynamic": getattr(text_config, "max_position_embeddings", 0) - 1}  # at the limit it keeps the last pass's
+        limit = limits.get(kind)
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"documents of up to {longest:,} tokens: this target's RoPE ({kind}) changes its frequencies "
+                f"for all documents of a forward pass that holds one of more than {limit:,}; set --max-document-tokens {limit}"
+            )
+
+
 def target_bytes(args: TargetArguments, config) -> int:
     """Bytes of the target's weights in its dtype, from a skeleton without memory."""
     with torch.device("meta"):
         skeleton = target_class(config).from_config(config, trust_remote_code=args.trust_remote_code)
     return sum(parameter.numel() for parameter in skeleton.parameters()) * config.dtype.itemsize
+
+
+class Float8Linear(nn.Module):
+    """A frozen linear layer in fp8: e4m3 with one scale for each row of the input and each row of the weight.
+
+    A token's result depends on its own row alone. Sizes must be multiples of 16. On the CPU, where not every torch has a
+    kernel for it, the product of what was rounded is taken.
+    """
+
+    LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight, scale = self.quantise(linear.weight)
+        self.register_buffer("weight", weight)  # [out, in]
+        self.register_buffer("scale", scale.T.contiguous())  # [1, out]
+        self.bias = linear.bias
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Whether the kernel takes it, and it is no gate: those have a few outputs a token."""
+        into, out = linear.in_features, linear.out_features
+        return into % 16 == out % 16 == 0 and 16 * out >= into
+
+    @classmethod
+    def quantise(cls, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp8 rows [n, width], their scales fp32 [n, 1])"""
+        wide = rows.float()
+        scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / cls.LARGEST
+        return (wide / scale).to(torch.float8_e4m3fn), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scale = self.quantise(x.flatten(0, -2))
+        if x.is_cuda:
+            out = torch._scaled_mm(rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=x.dtype)
+        else:
+            out = ((rows.float() * scale) @ (self.weight.float().T * self.scale)).to(x.dtype)
+        out = out.unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
@@ -2802,7 +2845,7 @@ class Finding:
             ("document", self.document), ("token", self.token), ("slot", self.slot), ("element", self.element),
         ) if value is not None]  # fmt: skip
         if self.source_row is not None:
-            places.append(f"source row {self.source_row} of {', '.join(self.files)}")
+            places.append(f"source row {self.source_row} (from 0) of {', '.join(self.files)}")
         where = f" at {', '.join(places)}" if places else ""
         more = f" and {self.count - 1:,} more" if self.count > 1 else ""
         return (
@@ -3666,7 +3709,8 @@ def document_bounds(lengths: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def expected_windows(config, count: int) -> list[Optional[int]]:
-    """The sliding window of those of the first decoder layers that attend, by the text model's config; None: sees all."""
+    """The sliding window of those of the first `count` decoder layers that attend, by the text model's config; None: all
+    is seen."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
     return [window if kind == "sliding_attention" else None for kind in kinds[:count] if kind != "linear_attention"]
@@ -3781,41 +3825,6 @@ def relative_error(rows: Tensor, reference: Tensor) -> float:
     return float(((rows - reference).norm(dim=-1) / reference.norm(dim=-1)).mean())
 
 
-class Float8Linear(nn.Module):
-    """A frozen linear layer in fp8: e4m3 with one scale for each row of the input and each row of the weight.
-
-    A token's result depends on its own row alone. Sizes must be multiples of 16.
-    """
-
-    LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        weight, scale = self.quantise(linear.weight)
-        self.register_buffer("weight", weight)  # [out, in]
-        self.register_buffer("scale", scale.T.contiguous())  # [1, out]
-        self.bias = linear.bias
-
-    @staticmethod
-    def fits(linear: nn.Linear) -> bool:
-        """Whether the kernel takes it, and it is no gate: those have a few outputs a token."""
-        into, out = linear.in_features, linear.out_features
-        return into % 16 == out % 16 == 0 and 16 * out >= into
-
-    @classmethod
-    def quantise(cls, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(fp8 rows [n, width], their scales fp32 [n, 1])"""
-        wide = rows.float()
-        scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / cls.LARGEST
-        return (wide / scale).to(torch.float8_e4m3fn), scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, scale = self.quantise(x.flatten(0, -2))
-        out = torch._scaled_mm(rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=x.dtype)
-        out = out.unflatten(0, x.shape[:-1])
-        return out if self.bias is None else out + self.bias
-
-
 class TargetRunner:
     """The frozen target with its hooks: plan -> captured layers.
 
@@ -3833,7 +3842,7 @@ class TargetRunner:
         self.decoder, self.device = model.get_decoder(), device
         self.decoder.norm = nn.Identity()  # hidden states are captured before it
         self.obstacle = "as asked for" if layout == "padded" else self._pack(layout == "packed")
-        self.capture.end_to_end = self.packed = self.obstacle is None
+        self.packed = self.obstacle is None
         self.compiled = compiled and device.type == "cuda"
         self.pass_cost = forward_pass_cost(self.layers, device, self.compiled)
         self.fp8_layers, self.fp8_error = self._to_fp8() if fp8 else (0, 0.0)
@@ -3872,7 +3881,7 @@ class TargetRunner:
         if obstacle is None:
             before = self.decoder.config._attn_implementation
             register_packed_attention()
-            reference = self._trial()  # padded still
+            reference = self._trial(packed=False)
             for code in filter(None, map(delta_rule_code, self.layers)):
                 serve_delta_rule(code)
             self.decoder.set_attn_implementation(PACKED_ATTENTION)
@@ -3885,7 +3894,7 @@ class TargetRunner:
     def _to_fp8(self) -> tuple[int, float]:
         """Put Float8Linear in the place of linear layers, but for gates, which are small and sensitive. Returns (how many,
         the `relative_error` that it makes in the captured states of random tokens). Raises UserError where it cannot be."""
-        before, count = self._trial([] if self.packed else None), 0
+        before, count = self._trial(self.packed), 0
         for layer in self.layers:
             for parent in list(layer.modules()):
                 for name, child in list(parent.named_children()):
@@ -3894,7 +3903,7 @@ class TargetRunner:
                         count += 1
         if count == 0:
             raise UserError("--target-fp8: this target has no linear layer of its own whose sizes are multiples of 16")
-        return count, relative_error(self._trial([] if self.packed else None), before)
+        return count, relative_error(self._trial(self.packed), before)
 
     def _state_obstacle(self, required: bool) -> Optional[str]:
         kinds = set(getattr(self.decoder.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -3914,7 +3923,7 @@ class TargetRunner:
             return "its attention cannot be exchanged"
         windows, half = [], self.decoder.dtype.itemsize == 2
         try:
-            rows, beside_another = self._trial(windows), self._trial(windows, first_token=1)
+            rows, beside_another = (self._trial(True, first_token, windows=windows) for first_token in (0, 1))
         except (ValueError, TypeError) as error:  # TypeError: a decoder that takes no further arguments
             self.capture.captured = {}  # of the layers before
             return str(error)
@@ -3933,16 +3942,12 @@ class TargetRunner:
         a row as long as those to come, then."""
         return (3072, 1024) if any(map(delta_rule_code, self.layers)) and linear_attention_kernels() else (24, 8)
 
-    def _trial(self, windows: Optional[list] = None, first_token: int = 0) -> Tensor:
-        """What is captured of two documents of `trial_lengths`, [their sum, K*H]: packed if `windows`, else padded."""
+    def _trial(self, packed: bool, first_token: int = 0, **keywords) -> Tensor:
+        """What is captured of two documents of `trial_lengths`, [their sum, K*H]. keywords: of a packed pass."""
         lengths = np.array(self.trial_lengths)
         token_ids = random_stream(0).integers(0, self.decoder.config.vocab_size - 1, lengths.sum())
         token_ids[: lengths[0]] += first_token
-        if windows is None:
-            shot = self._padded_pass(token_ids, lengths)
-        else:
-            shot = self._packed_pass(token_ids, lengths, windows=windows)
-            shot.end_to_end = True
+        shot = self._packed_pass(token_ids, lengths, **keywords) if packed else self._padded_pass(token_ids, lengths)
         return shot.get_hidden_states_packed(lengths)[0][0]
 
     def warm_up(self, planner: Planner, first_m: int, summed: bool = False) -> Optional[int]:
@@ -3988,7 +3993,9 @@ class TargetRunner:
             extent=torch.tensor([len(spans), spans.max()]),  # on the host: how many, how long
             document_positions=positions[0], **keywords,
         )  # fmt: skip
-        return self.capture.take()
+        shot = self.capture.take()
+        shot.end_to_end = True
+        return shot
 
     @torch.no_grad()
     def _padded_pass(self, token_ids: np.ndarray, lengths: np.ndarray) -> HookCapture:
@@ -4808,7 +4815,7 @@ def run_identity(args: Arguments, documents: Documents, config: DrafterConfig, n
     identity = {"data": documents.fingerprint, "target": target if target in RANDOM_TARGETS else target_hashes(target)}
     identity |= {"micro_batches_per_step": num_drafters * args.optimization.gradient_accumulation_steps}
     identity |= {name: flat[name] for name in names}
-    if args.target.target_fp8:
+    if args.target.target_fp8:  # no name of its own: checkpoints from before the flag go on
         identity["target_dtype"] += " with linear layers in fp8"
     return identity | {f"drafter {k}": v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items()}
 
@@ -4832,7 +4839,7 @@ def drafter_weights(engine) -> Optional[dict[str, Tensor]]:
 
 MANIFEST, STATE = "manifest.json", "state.json"
 STEP_FOLDER = re.compile(r"step-(\d{6,12})")
-START_ANEW = "--resume never, or another --output-dir, starts anew"
+START_ANEW = "another --output-dir starts anew"
 
 
 @dataclass(frozen=True)
@@ -5971,12 +5978,15 @@ def announce(args: Arguments, topology, device, planner, config, first_step: int
         f"{list(config.target_layer_ids)} of {config.num_target_layers}, mask token {config.mask_token_id}"
     )
     if first_step >= planner.total_steps:
-        ways = "a larger --max-steps goes on, another --output-dir starts anew"
+        more = "--max-steps" if args.optimization.num_epochs is None else "--num-epochs"
+        ways = f"a larger {more} goes on, another --output-dir starts anew"
         print(f"nothing to do: {folder} holds step {first_step}; {ways}")
     start = f" from step {first_step}" if first_step else ""
     steps, size = planner.total_steps, planner.micro_batches_per_step
     passes = f"{steps * size / len(planner.epoch(0)):.3g} passes over the data"
     print(f"run: {steps} steps{start} of {size} micro-batches, {passes}", flush=True)
+    if not args.run.save_every:
+        print("checkpoints: after the last step alone, so a crash would lose the run (--save-every)", flush=True)
 
 
 def describe_traffic(args: Arguments, topology: Topology, planner: Planner, config: DrafterConfig) -> str:
@@ -5987,7 +5997,7 @@ def describe_traffic(args: Arguments, topology: Topology, planner: Planner, conf
     layout = [f"{host} {n['target']} target + {n['drafter']} drafter" for (_, host), n in sorted(places.items())]
     layers = len(config.target_layer_ids) + (args.data.loss == "kl")
     row_bytes = layers * config.hidden_size * getattr(torch, args.target.target_dtype).itemsize
-    step_mb, share = planner.micro_batches_per_step * planner.tokens * row_bytes / 1e6, topology.crossing_share()
+    step_mb, share = planner.micro_batches_per_step * planner.tokens * row_bytes / 1e6, topology.crossings().mean()
     gradients = "cross nodes" if len({topology.nodes[r] for r in topology.ranks_of["drafter"]}) > 1 else "stay on one"
     return (
         f"nodes ({args.pipeline.placement}): {', '.join(layout)}\n"

@@ -361,7 +361,7 @@ def test_prompt_files(tmp_path):
         {"messages": [system, user]},  # the first row's prompt once more
         {"turns": ["u"]},
     ])  # fmt: skip
-    second = write(tmp_path / "second.jsonl", [{"turns": ["u"]}, {"turns": ["one"]}])
+    second = write(tmp_path / "second.jsonl", [{"prompt": "u", "response": "a"}, {"prompt": "one"}])
     conversations, sets = evaluation.read_prompts([first, second], 0)
     asked = [([m["content"] for m in c.opening], c.later, c.category, c.set) for c in conversations]
     assert asked == [
@@ -381,7 +381,7 @@ def test_prompt_files(tmp_path):
     ([{"messages": []}], "row 1: no prompt"),
     ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 1: no prompt"),
     ([{"messages": "hello"}], "row 1: no prompt"),
-    ([{"prompt": "hello"}], "row 1: no prompt"),
+    ([{"prompt": ["hello"]}], "row 1: no prompt"),
 ])  # fmt: skip
 def test_prompt_files_without_a_prompt(tmp_path, rows, message):
     with pytest.raises(UserError, match=message):

@@ -104,7 +104,7 @@ def test_a_bad_captured_layer_is_named_and_kept(runs, flags, capsys):
     _, planner = make_planner(flags)
     plan = planner.plan(2)
     document, token = plan.documents[0], plan.lengths[0] - 1  # the injector: last token of the longest document
-    where = f"nan at document {document}, token {token}, element 3, source row {document} of .*train.jsonl"
+    where = rf"nan at document {document}, token {token}, element 3, source row {document} \(from 0\) of .*train.jsonl"
     line = rf"micro-batch 2 \(step 2\): captured layer 3 is not finite on target 0 \(rank 0\): {where}; kept in "
     check_ended(result, line)
     assert "Traceback" not in "".join(result.err)

@@ -193,9 +193,9 @@ def test_prediction_of_the_measured_two_gpu_runs(forward, pack, draft, step, in_
 
 def test_states_stay_inside_nodes_when_every_node_has_both_roles_in_proportion():
     even = lay_out(Layout(10, 1, 6, 128, 8, 1, 2), per_node=8, placement="spread")
-    assert not plan_ranks.crossings(even).any()
+    assert not even.crossings().any()
     apart = lay_out(Layout(8, 1, 8, 128, 8, 1, 2), per_node=8, placement="targets-first")
-    assert plan_ranks.crossings(apart).all()
+    assert apart.crossings().all()
 
 
 def test_a_target_of_several_ranks_counts_once():

@@ -15,8 +15,11 @@ FIELDS = {"--" + f.name.replace("_", "-"): f for G in pipeline.ARGUMENT_GROUPS f
 
 
 def test_flag_tables_hold_every_flag_with_its_default_and_help():
-    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)`[^|]*\| (.*) \|$", README, re.M))
+    named = re.findall(r"^\| `(--[a-z0-9-]+)`( / `--no-[a-z0-9-]+`)? \| (.*) \|$", README, re.M)
+    rows = {flag: rest for flag, _, rest in named}
     assert rows.keys() == FIELDS.keys()
+    for flag, off, _ in named:  # what is on by default has a flag that turns it off
+        assert off == (f" / `{flag.replace('--', '--no-', 1)}`" if FIELDS[flag].default is True else ""), flag
     for flag, field in FIELDS.items():
         default, help = (cell.strip() for cell in rows[flag].split("|", 1))
         shown = {"None": "", "True": "on", "False": "off"}.get(str(field.default), str(field.default))

@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run, capsys, n
     damage(run / "checkpoints" / "step-000004")
     assert choose(run).step == 2
     damage(run / "checkpoints" / "step-000002")
-    with pytest.raises(UserError, match="none of 3 checkpoints is whole; --resume never, or another"):
+    with pytest.raises(UserError, match="none of 3 checkpoints is whole; another --output-dir starts anew"):
         choose(run)
     assert choose(run, "--resume", "never") is None
 

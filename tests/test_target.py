@@ -493,7 +493,6 @@ def test_rope_that_goes_by_the_longest_document_is_refused_where_that_matters(na
         states = []
         for lengths in ([longest, 31], [31]):
             shot = run(ids[-sum(lengths) :], np.array(lengths))
-            shot.end_to_end = runner.packed
             states.append(shot.get_hidden_states_packed(lengths)[0][0][-31:])
         assert (pipeline.relative_error(*states) > 1e-3) is moves
     config, limit = runner.decoder.config, {"longrope": 32, "dynamic": 31}[name]

@@ -263,9 +263,7 @@ def target_flops(layers: nn.ModuleList, config, lengths) -> Optional[float]:
     others = sum(p.numel() for p in layers.parameters() if p.dim() > 1 and id(p) not in linear)
     if others > 0.01 * weights:
         return None
-    kinds = (getattr(config, "layer_types", None) or ["full_attention"] * len(layers))[: len(layers)]
-    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    pairs = sum(causal_pairs(lengths, windows[kind]) for kind in kinds if kind in windows)
+    pairs = sum(causal_pairs(lengths, window) for window in pipeline.expected_windows(config, len(layers)))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2.0 * weights * int(sum(lengths)) + 4.0 * pairs * config.num_attention_heads * head_dim
 

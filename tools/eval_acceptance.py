@@ -315,7 +315,7 @@ class Conversation:
 
 def read_conversation(row: dict, set_name: str, place: str) -> Conversation:
     """Raises UserError when the row holds no prompt."""
-    messages, turns = row.get("messages"), row.get("turns") or []
+    messages, turns = row.get("messages"), row.get("turns") or ([row["prompt"]] if row.get("prompt") else [])
     if not messages and isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns):
         messages, turns = [{"role": "user", "content": turn} for turn in turns[:1]], turns[1:]
     elif isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
@@ -325,7 +325,7 @@ def read_conversation(row: dict, set_name: str, place: str) -> Conversation:
     else:
         messages = None
     if not messages:
-        raise UserError(f"{place}: no prompt in it (messages, a list of chat messages, or turns, a list of texts)")
+        raise UserError(f"{place}: no prompt in it (messages, a list of chat messages; turns, a list of texts; prompt, a text)")
     category = row.get("category")
     return Conversation(set_name, "" if category is None else str(category), place, messages, turns, row.get("tools"))
 

@@ -272,13 +272,12 @@ def read_shapes(args: pipeline.Arguments) -> Shapes:
         routed = ".experts." in f".{name}." and experts > 1
         return weight.numel() * (chosen / experts if routed else 1)
 
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shapes(
         text, drafter, config.dtype.itemsize, 1 if args.target.target_fp8 else config.dtype.itemsize, with_last, len(layers),
         sum(p.numel() for p in layers.parameters()), sum(active(n, p) for n, p in layers.named_parameters()),
         sum(p.numel() for p in model.parameters()), text.num_attention_heads * head_dim,
-        sum(kind.endswith("_attention") and kind != "linear_attention" for kind in kinds[: len(layers)]),
+        len(pipeline.expected_windows(text, len(layers))),
         drafter_weights(drafter),
     )  # fmt: skip
 
@@ -363,14 +362,6 @@ def lay_out(layout: Layout, per_node: int, placement: str) -> pipeline.Topology:
         num_targets=layout.targets, nodes=nodes, target_tp=layout.tp,
         target_ranks=pipeline.place_sharded_targets(nodes, layout.targets, placement, layout.tp),
     )  # fmt: skip
-
-
-def crossings(topology: pipeline.Topology) -> np.ndarray:
-    """By m over a period: whether its states go from one node to another."""
-    drafter_nodes = [topology.node_of("drafter", d) for d in range(topology.num_drafters)]
-    target_nodes = [topology.node_of("target", t) for t in range(topology.num_targets)]
-    pairs = enumerate(topology.target_table)
-    return np.array([target_nodes[t] != drafter_nodes[topology.drafter_of(m)] for m, t in pairs])
 
 
 def example_plan(args: pipeline.Arguments, tokens: int, anchors: int) -> pipeline.BatchPlan:
@@ -724,7 +715,7 @@ class Planning:
     def predict(self, layout: Layout) -> Prediction:
         times, shapes, drafters = self.times(layout), self.shapes, layout.drafters
         topology = lay_out(layout, self.options.gpus_per_node, self.args.pipeline.placement)
-        crossing, payload = crossings(topology), shapes.payload_bytes(layout.tokens) / GB
+        crossing, payload = topology.crossings(), shapes.payload_bytes(layout.tokens) / GB
         throughput = steady_state(
             topology, layout.accumulation, self.depth,
             dataclasses.replace(times, transfer=transfer_ms(crossing, payload, self.gpu)),
