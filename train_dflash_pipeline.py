@@ -1368,8 +1368,17 @@ class Documents:
     mapped: Optional[object] = None  # the open file behind the arrays, where they are mapped from one
     mapped_bytes: int = 0
 
-    def check_readable(self) -> None:
-        """Raise UserError where the file behind the arrays was cut off: to read what is gone kills a process (SIGBUS)."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around reads of the arrays. Raises UserError where the file behind them was cut off: before, since to read
+        what is gone kills a process (SIGBUS), or meanwhile, since the rest of the last page reads as zeros."""
+        self._check_whole()
+        try:
+            yield
+        finally:
+            self._check_whole()
+
+    def _check_whole(self) -> None:
         if self.mapped is not None and os.fstat(self.mapped.fileno()).st_size < self.mapped_bytes:
             raise UserError(f"{self.mapped.name} was shortened while this run reads it")
 
@@ -2100,7 +2109,6 @@ class Planner:
         return self._lay_out(m, self.documents, self.epoch(epoch)[pack], (ANCHOR_STREAM, index), self.anchors, std)
 
     def _lay_out(self, m: int, source: Documents, documents, anchor_key, max_anchors: int, noise_std: float) -> BatchPlan:
-        source.check_readable()
         lengths = source.lengths[documents]
         longest_first = np.argsort(-lengths, kind="stable")  # the target's length buckets are then contiguous
         documents, lengths = documents[longest_first], lengths[longest_first]
@@ -2108,12 +2116,13 @@ class Planner:
         token_ids, document_ids = np.zeros(self.tokens, np.int64), np.full(self.tokens, -1)
         position_ids, loss_mask = np.zeros(self.tokens, np.int64), np.zeros(self.tokens, bool)
         row = 0
-        for i, (document, length) in enumerate(zip(documents, lengths)):
-            tokens = slice(source.offsets[document], source.offsets[document + 1])
-            rows = slice(row, row + length)
-            token_ids[rows], loss_mask[rows] = source.token_ids[tokens], source.loss_mask[tokens]
-            document_ids[rows], position_ids[rows] = i, np.arange(length)
-            row += length
+        with source.reading():
+            for i, (document, length) in enumerate(zip(documents, lengths)):
+                tokens = slice(source.offsets[document], source.offsets[document + 1])
+                rows = slice(row, row + length)
+                token_ids[rows], loss_mask[rows] = source.token_ids[tokens], source.loss_mask[tokens]
+                document_ids[rows], position_ids[rows] = i, np.arange(length)
+                row += length
         evenly = self.data.anchor_draw == "even" and source is self.documents
         anchor_rows, num_anchors = self._draw_anchors(anchor_key, max_anchors, document_ids, loss_mask, evenly)
         labels, weights = self._label(token_ids, document_ids, loss_mask, anchor_rows, num_anchors)

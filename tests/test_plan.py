@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import arguments, make_documents
-from train_dflash_pipeline import Planner, pack_epoch
+import train_dflash_pipeline as pipeline
+from train_dflash_pipeline import Planner, UserError, pack_epoch
 
 ARRAYS = ("documents", "lengths", "token_ids", "document_ids", "position_ids", "loss_mask", "anchor_rows", "labels", "weights")
 
@@ -351,3 +353,29 @@ def test_even_anchors_are_uniform_within_a_document_and_leave_held_out_data_alon
     )
     numbers = even.evaluation_after(1)
     assert len(numbers) and all((even.plan(m).anchor_rows == uniform.plan(m).anchor_rows).all() for m in numbers)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 5])
+def test_a_file_cut_off_before_or_while_a_plan_reads_it_is_named(tmp_path, reads):
+    path = tmp_path / "x.safetensors"
+    pipeline.write_documents(make_documents([13, 6, 10]), path, {})
+    documents = pipeline.open_documents(path)[0]
+    plans = planner(documents)
+
+    class CutAtARead(np.ndarray):
+        """Takes the file's last byte away, as a shortened file's last page reads on."""
+
+        left = reads
+
+        def __getitem__(self, index):
+            CutAtARead.left -= 1
+            if CutAtARead.left == 0:
+                os.truncate(path, path.stat().st_size - 1)
+            return super().__getitem__(index)
+
+    plans.plan(0)
+    documents.offsets = documents.offsets.view(CutAtARead)
+    if reads == 0:
+        os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(UserError, match=r"x\.safetensors was shortened while this run reads it$"):
+        plans.plan(1)
