@@ -98,6 +98,9 @@ def test_target_operations_are_those_of_its_products(target_folder, kind):
     pairs = {"full_attention": 12 * 13 // 2, "sliding_attention": 8 * 9 // 2 + 4 * 8}  # window 8
     attention = sum(4 * pairs[k] * 4 * 8 for k in text.layer_types[:6])
     assert bench_pipeline.target_flops(layers, text, [12]) == products + attention
+    text.layer_types = None  # where a config names none, a window it has is every layer's
+    window = "full_attention" if text.sliding_window is None else "sliding_attention"
+    assert bench_pipeline.target_flops(layers, text, [12]) == products + 6 * 4 * pairs[window] * 4 * 8
     layers[0].mlp.experts = torch.nn.Parameter(torch.zeros(4, 48, 32))
     assert bench_pipeline.target_flops(layers, text, [12]) is None
 
