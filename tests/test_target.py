@@ -547,11 +547,12 @@ def test_gates_and_odd_sizes_stay_out_of_fp8(into, out, fits):
     assert pipeline.Float8Linear.fits(torch.nn.Linear(into, out)) is fits
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_target_in_fp8_says_how_far_off_its_states_are(kind, monkeypatch):
+def test_target_in_fp8_says_how_far_off_its_states_are(kind, layout, monkeypatch):
     monkeypatch.setattr(pipeline, "forward_pass_cost", lambda layers, *_: sum(p.numel() for p in layers.parameters()) / 1e3)
     plan, plain = plan_of(make_documents(LENGTHS)), TargetRunner(tiny(kind, **KINDS[kind]), LAYERS, False, CPU)
-    runner = TargetRunner(tiny(kind, **KINDS[kind]), LAYERS, False, CPU, fp8=True)
+    runner = TargetRunner(tiny(kind, **KINDS[kind]), LAYERS, False, CPU, layout, fp8=True)
     assert runner.pass_cost == plain.pass_cost > 0  # by which documents are cut into padded passes
     error = pipeline.relative_error(packed_rows(runner, plan), packed_rows(plain, plan))
     assert error == pytest.approx(runner.fp8_error, rel=0.5) and 0.02 < error < 0.5
