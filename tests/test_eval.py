@@ -250,11 +250,12 @@ def test_the_estimate_is_what_training_logs(subject, trained, monkeypatch):
 
 
 def test_the_training_estimate_agrees_with_decoding_when_overfitted(subject):
-    """On answers long enough that the blocks cut by their ends weigh little."""
+    """On answers long enough that the blocks cut by their ends weigh little, by a drafter that has them by heart: a block
+    that fails is followed by others near it, so that the shares of half a drafter differ by more."""
     case = subject("qwen3")
     decoder = Decoder(case.model, case.ends, set(), 128)
     plain = [decoder.plain(prompt, Rule(0.0)) for prompt in case.prompts[:2]]
-    drafter = case.train(case.drafter("ff", seed=1), [p.tokens for p in plain], 160)
+    drafter = case.train(case.drafter("ff", seed=1), [p.tokens for p in plain], 500)
     turns = []
     for prompt, p in zip(case.prompts, plain):
         drafted = decoder.speculative(prompt, Rule(0.0), drafter)
@@ -262,7 +263,7 @@ def test_the_training_estimate_agrees_with_decoding_when_overfitted(subject):
         turns.append(Turn(prompt, p, {"it": drafted}))
     result = figures(turns, "it", BLOCK, greedy=True, estimate=True)
     decoded, estimate = (f["acceptance_length_with_bonus"] for f in (result, result["training_estimate"]))
-    assert decoded > 2.5
+    assert decoded > 3.8
     assert estimate == pytest.approx(decoded, rel=0.05)
     assert result["training_estimate"]["slot_acceptance"] == pytest.approx(result["slot_acceptance"], abs=0.03)
     assert result["training_walk"]["answers_equal_to_decoded"] == len(turns) == result["texts_equal_to_plain_greedy"]

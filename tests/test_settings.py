@@ -380,7 +380,7 @@ def test_deepspeed_in_bf16_trains_as_fp32_masters_do(tmp_path):
         assert all(there == pytest.approx(here, rel=1e-6) for there, here in norms)
     assert zero3[0][:3] == exact[0][0][:3] and zero3[1][0][0] == pytest.approx(zero3[1][0][1], rel=1e-4)
     assert all(there == pytest.approx(here, rel=1e-3) for there, here in zero3[0])
-    assert not without[2] and abs(without[1][-1][0] / without[1][-1][1] - 1) > 1e-3
+    assert not without[2] and max(abs(there / here - 1) for there, here in without[1]) > 1e-4
 
 
 @pytest.mark.parametrize("config, exact", [
