@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 import signal
-import socket
 import threading
 import time
 
@@ -153,30 +152,27 @@ def test_a_late_rank_and_a_long_save_are_waited_for(failed):
 
 def test_without_its_store_no_rank_stays(work, data):
     """The torchrun agent, which holds the store, is killed: its ranks have nobody to end them, and end themselves."""
-    output_dir, ranks, ports = work / "orphans", [], set()
+    output_dir, ranks = work / "orphans", []
 
     def kill_agent(process):
         wait_until(lambda: len(read_metrics(output_dir)) >= 1, process, 120)
         agent = psutil.Process(process.pid)
         ranks.extend(agent.children())
-        connections = [c for p in (agent, *ranks) for c in p.net_connections()]
-        ports.update(c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN)
         agent.kill()
         gone, there = psutil.wait_procs(ranks, timeout=40)
         for rank in there:
             rank.kill()
         assert not there, f"{len(there)} ranks stay"
+        left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(output_dir) in (p.info["cmdline"] or [])]
+        assert not left, f"processes {left} of this run are left"  # one that holds its ports, say
 
     slow = write_wrapper(work / "slow.py", SLOW_STEPS)
     result = run(2, [*SMALL, *data, "--max-steps", "90"], output_dir, script=slow, during=kill_agent)
-    assert len(ranks) == 2 and ports
+    assert len(ranks) == 2
     for who in (r"target 0 \(rank 0\)", r"drafter 0 \(rank 1\)"):
         lines = re.findall(rf"^\[{who}\] (?:stopping|error): (.*)", result.log, re.MULTILINE)
         assert len(lines) == 1, result.log
         assert re.match("lost the rendezvous store|the torchrun agent of this host is gone", lines[0]), lines[0]
-    for port in ports:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("localhost", port)) != 0, f"port {port} still listens"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
